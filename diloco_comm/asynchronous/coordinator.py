@@ -1,10 +1,9 @@
-"""A server's decisions: which update is applied, when a worker starts its next round, how long.
+"""A server's decisions: which update is applied, and when and how long each worker trains next.
 
 The server (``server.py``) and the virtual clock (``virtual.py``) use the same code: times and
 encoded payloads are arguments.
 
-How long a worker trains, and on which data: DyLU, grace periods, shard sampling and schedules are
-the methods of arXiv 2401.09135.
+The methods of arXiv 2401.09135 are here: DyLU, grace periods, shard sampling and schedules.
 """
 
 from __future__ import annotations
@@ -62,11 +61,11 @@ class GracePeriod:
 
     @property
     def closes_at(self) -> float | None:
-        """When the open window closes; None if none is open."""
+        """The time at which the open window closes; None if no window is open."""
         return None if self._opened_at is None else self._opened_at + self.seconds
 
     def arrive(self, worker: Hashable, now: float) -> None:
-        """Note that a worker's update is finished and that the worker waits."""
+        """Note that the server has finished a worker's update, and that the worker waits now."""
         if worker not in self._arrived:
             self._arrived.append(worker)
         if self._opened_at is None:
@@ -84,7 +83,7 @@ class GracePeriod:
             self._opened_at = None
 
     def release(self, now: float, *, is_anyone_training: bool) -> list[Hashable]:
-        """Return the workers that continue now, by arrival; none while the window is open."""
+        """Return the workers that continue now, by arrival; [] while the window is open."""
         closes_at = self.closes_at
         if closes_at is None or (now < closes_at and is_anyone_training):
             return []
@@ -108,9 +107,10 @@ class ShardSampler:
         self._random = Random(seed)
 
     def probabilities(self) -> list[float]:
-        """Return p_i, proportional to max(share of the data - share of the learned points, 0).
+        """Return the probability p_i with which each shard is drawn.
 
-        Uniform if all are zero: at the start, and if every shard has had exactly its share.
+        It is proportional to max(share of the data - share of the learned points, 0). If all of
+        these are zero, at the start or if every shard has had exactly its share, it is uniform.
         """
         total, learned = sum(self.sizes), sum(self.learned)
         if learned == 0:
@@ -193,7 +193,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Update:
-    """An update: what a worker has learned in a round, encoded.
+    """An update: the encoded pseudo-gradient of one round of a worker.
 
     Attributes:
         worker: Name of the worker, the same in all of its updates.
@@ -201,7 +201,8 @@ class Update:
         version: Version of the parameters that the round started from.
         steps, seconds: Inner steps of the round and how long they took.
         payloads, layouts: For each fragment the encoded pseudo-gradient, and how it is laid out.
-        garbage: What is wrong with the payloads, "" if nothing is; None: ``arrive`` still checks.
+        garbage: A sentence if the payloads are invalid, "" if they are valid; None if ``arrive`` is
+            to check them.
     """
 
     worker: str
@@ -317,7 +318,7 @@ class Coordinator:
     # -------------------------------------------------------------------------------- updates
 
     def outcome_of(self, worker: str, seq: int) -> Outcome | None:
-        """Return the outcome of an update that was sent before, or None for a new update."""
+        """Return the outcome of an update that has come before; None for a new update."""
         last = self.join(worker).last
         if seq > last.seq:
             return None
@@ -327,7 +328,7 @@ class Coordinator:
         return Outcome(seq, self.model.version, -1)
 
     def refusal(self, worker: str, seq: int, version: int) -> Outcome | None:
-        """Return why an update would be refused, before its payload is sent; None if it is not."""
+        """Return the refusal of an update whose payload has yet to be sent; None to accept it."""
         last = self.join(worker).last
         staleness = self.model.version - version
         if seq != last.seq + 1:
@@ -346,7 +347,7 @@ class Coordinator:
         return Outcome(seq, self.model.version, -1, refusal, f"update {seq} was refused: {reason}")
 
     def lose(self, worker: str, seq: int, reason: str, now: float) -> Outcome:
-        """Refuse an update whose payload was lost; the worker continues with its next update."""
+        """Refuse an update whose payload the server has lost; the worker sends its next one."""
         outcome = self._refused(seq, "disk", reason)
         self.finish(worker, outcome, now)
         return outcome
@@ -354,9 +355,10 @@ class Coordinator:
     def arrive(
         self, update: Update, now: float, release: Callable[[], None] = lambda: None
     ) -> Outcome:
-        """Apply a complete update once, or refuse the update.
+        """Apply a complete update, or refuse it; for one that has come before, only return that.
 
         Args:
+            update: The update.
             now: Seconds on any monotonic clock.
             release: Called when the payloads are needed no more.
         """

@@ -1,9 +1,9 @@
-"""A version on its way to a worker, by parameters or by the updates that lead to it.
+"""Downloads: a worker fetches a version of the model, as parameters or as the updates up to it.
 
-A worker that *follows* the server holds the server's buffers, and keeps them up to date by all
-workers' updates. Encoded updates are smaller than parameters, and a worker has its own update
-already, so with few workers there is less to fetch. The result equals the server's buffers to the
-last bit: both apply the same operators to the same bytes in the same order.
+A worker that *follows* the server holds a copy of the server's buffers, and applies all workers'
+updates to it. Encoded updates are smaller than parameters, and a worker has its own update already,
+so with few workers there is less to fetch. The copy equals the server's buffers to the last bit:
+both apply the same operators to the same bytes in the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .window import WINDOW_BYTES, Fetcher, Position, Window, view_of_runs
 logger = logger_of(__name__)
 
 _FP32 = WireFormat("fp32")
-# A link is slow if a message takes longer.
+# A link is slow if a message takes more seconds than this.
 SLOW_S = 1.0
 
 # If the server has released updates that the worker needs, the worker fetches parameters in this
@@ -39,15 +39,17 @@ class Follower:
     """A copy of the server's buffers at one version.
 
     Args:
-        outer: The parameters that the worker's rounds start from, fp32 [num_elements] for each
-            fragment, written.
+        outer: The parameters from which the worker's rounds start, fp32 [num_elements] for each
+            fragment; downloads write them.
         impl: Force an implementation of the operators.
-        follows: Without this the worker always fetches parameters.
+        follows: False: the worker always fetches parameters, and keeps no copy of the buffers.
 
     Attributes:
         version: Version of the buffers; None if they are incomplete.
-        ahead: Runs (fragment, run) that have a newer version already, and their versions.
+        ahead: The versions of runs (fragment, run) that are newer than ``version`` already.
+        states: The copy of the server's buffers, for each fragment.
         own: The version that the worker's last update made, and that update's payloads and layouts.
+        is_refused: The worker fetches parameters, by its own choice or the server's.
     """
 
     def __init__(self, outer: list[Tensor], impl: str = "", *, follows: bool = True) -> None:
@@ -61,7 +63,7 @@ class Follower:
         self._spare: dict[int, list[Tensor]] = {}
 
     def begin(self) -> int:
-        """Return a number that tells the answers to one pursuit from answers to older ones."""
+        """Return a new token for a download: answers repeat it, so that older ones are known."""
         self._pursuits += self._follows
         return self._pursuits
 
@@ -74,7 +76,7 @@ class Follower:
         return Message(Kind.FOLLOW, run=token)
 
     def make(self, rule: dict[str, Any]) -> None:
-        """Allocate the buffers of a rule; their content comes later."""
+        """Allocate the buffers of the server's rule, uninitialised."""
         self.lose()
         if not self.states or self.states[0].config() != rule:
             numbers = dict(rule)
@@ -107,7 +109,7 @@ class Follower:
             state.num_arrivals = version
 
     def lose(self) -> None:
-        """Note that the buffers have no version any more."""
+        """Note that the buffers are incomplete now."""
         self.version = None
         self.ahead.clear()
 
@@ -126,7 +128,7 @@ class Follower:
         self.ahead[place] = version + 1
 
     def show(self, lr: float) -> None:
-        """Write the parameters that workers train from into ``outer``."""
+        """Write the parameters from which workers train into ``outer``, if the rule hides them."""
         for state, outer in zip(self.states, self.outer, strict=True):
             state.optimizer.lr = lr
             if state.hides:
@@ -150,15 +152,15 @@ class Follower:
 
 
 class Download(Fetcher):
-    """Bring a follower to the newest version, by updates, by all buffers, or by parameters.
+    """Brings a follower to the newest version: by updates, by all buffers, or by parameters.
 
-    Updates are applied run by run as they arrive, all updates to one run while it is in the cache.
-    The server sends parameters and buffers from its own ones. So the worker asks in the end whether
-    the server kept the version unchanged until the last run was sent.
+    Updates are applied run by run as they arrive, all updates of one run while it is in the cache.
+    The server sends parameters and buffers from its live memory. So at the end the worker asks
+    whether the server has kept the version unchanged until the last run was sent.
 
     Attributes:
         steps: Inner steps of the round that starts from this version.
-        is_complete: All runs of the version have arrived.
+        is_complete: All runs of the version have arrived, and the server has confirmed it.
     """
 
     def __init__(self, send: Callable[[Message], bool], follower: Follower) -> None:
@@ -209,7 +211,7 @@ class Download(Fetcher):
             self.follower.show(self._lr)
 
     def _answered(self, message: Message) -> None:
-        """Ask for the runs of a version, in the way in which the server lets this worker get it."""
+        """Ask for the runs of the version that the server has named, in the kind that it offers."""
         if message.kind == Kind.UPDATES:
             self._catch_up(message)
             return
@@ -230,9 +232,10 @@ class Download(Fetcher):
         self._get(self._window.ask())
 
     def _widen(self) -> None:
-        """Ask for several messages at a time, but on a slow link for one at a time.
+        """Let several messages be under way, but on a slow link only one.
 
-        The server ends the download of a worker that asks for nothing new for some time.
+        The server ends a download in which the worker asks for nothing new for some time, so on a
+        slow link a request must not cover too much.
         """
         now = time.monotonic()
         is_slow, self._heard_at = now - self._heard_at > SLOW_S, now
@@ -277,7 +280,7 @@ class Download(Fetcher):
         self._missing.clear()
 
     def _arrived(self) -> None:
-        """Ask the server to confirm the version: every run has arrived."""
+        """Ask the server to confirm the version, as every run has arrived."""
         assert self.version is not None
         self._send(Message(Kind.DONE, 0, self.version))
         # An update never changes, so the server need not confirm its runs.

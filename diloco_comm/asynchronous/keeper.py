@@ -1,7 +1,7 @@
-"""Write a server's state to disk, and retry after a failed write while the server goes on.
+"""Writes a server's state to disk, and retries after a failed write while the server goes on.
 
-A journal must have no gap. So after a failed write the journal takes no further update: the folder
-stays valid and older than the model, until a snapshot can be written.
+A journal must have no gap. So after a failed write the journal gets no further update. Until a
+snapshot can be written, the folder holds a valid state that is older than the model.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from .snapshots import Storage
 
 logger = logger_of(__name__)
 
-# Seconds until the next attempt, doubled after each failure.
+# Seconds until the next attempt to write, doubled after each failure up to the second number.
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
 _HEADER_BYTES = 1 << 16
 
 
 class Keeper:
-    """Write a server's snapshots and journal; report failures, and try again later.
+    """Writes a server's snapshots and journal; reports failures, and tries again later.
 
     Args:
         folder: Folder of the snapshot and the journal.
         every: Updates between two snapshots.
-        waits: The caller repeats an update that the journal did not take, see ``record``, and so
-            nobody knows of updates that a crash would lose.
+        waits: The caller tells nobody of an update before the journal has it, see ``record``. So a
+            crash loses no update that anybody knows of.
         keeps_journals: Keep the first snapshot and all journals.
 
     Attributes:
@@ -85,8 +85,8 @@ class Keeper:
         """Yield the updates after the snapshot of this version, then continue the journal.
 
         Raises:
-            OSError: If the caller ``waits`` for the disk and the updates cannot be written to the
-                disk (fsync): nobody may be told of them.
+            OSError: If the caller ``waits`` for the disk, and these updates cannot be written to
+                the disk (fsync), so that nobody may be told of them.
         """
         self.saved_version = self.kept_version = version
         for record, body in self.storage.replay(version):
@@ -108,19 +108,21 @@ class Keeper:
 
     @property
     def may_write(self) -> bool:
-        """The journal takes updates, or it is time for another attempt."""
+        """Whether the journal is in order, or it is time for another attempt to write it."""
         return self._is_journalled or time.monotonic() >= self._retry_at
 
     def record(self, record: dict[str, Any], payloads: Sequence[Payload], version: int) -> bool:
         """Write an update to the journal; for a caller that ``waits`` also to the disk (fsync).
 
         Args:
-            version: The model's after the update.
+            record: JSON of the update and its outcome.
+            payloads: The payloads of the update.
+            version: The model's version after the update.
 
         Returns:
-            False if the disk does not take the update. The journal then ends with the update
-            before. A caller that ``waits`` repeats the call later, before it tells anybody of the
-            update; for others the journal takes no update until the next snapshot.
+            False if the update could not be written. The journal then ends with the update before.
+            A caller that ``waits`` repeats the call later, before it tells anybody of the update;
+            for others the journal gets no update until the next snapshot.
         """
         if not self._is_journalled and not self._waits:
             return False
@@ -145,7 +147,7 @@ class Keeper:
         return version - max(0, self.saved_version) >= self.every
 
     def save(self, version: int, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Write a snapshot and begin a new journal, if the disk takes both."""
+        """Write a snapshot and begin a new journal; if the disk fails, note and log that."""
         try:
             if self._reason:
                 self._expect_room(tensors)
@@ -160,7 +162,7 @@ class Keeper:
             self._recover()
 
     def _expect_room(self, tensors: dict[str, Tensor]) -> None:
-        """Raise if the disk has no room, before most of a snapshot is written in vain."""
+        """Raise OSError if the disk has no room for a snapshot of these tensors."""
         needed = _HEADER_BYTES + sum(tensor.nbytes for tensor in tensors.values())
         if not self.storage.has_room(needed):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder / "snapshot"))

@@ -43,7 +43,7 @@ from .window import bodies, is_within, view_of_runs
 
 logger = logger_of(__name__)
 
-# Room for a rank or a process and a number.
+# A default name has so many letters of the host, and room for a rank or process, and a number.
 _MAX_HOST = MAX_NAME - 24
 _MAX_ALIKE = 10_000
 
@@ -85,25 +85,25 @@ def alternatives(name: str) -> Iterator[str]:
 
 
 class Identity:
-    """A worker as its server knows the worker: a name, and the number of the next update.
+    """A worker's identity for its server: its name, and the number of its next update.
 
     Args:
         name: The worker's name, or None for a name made from the host.
         sizes, layout: Elements of the fragments and hash of the model.
 
     Attributes:
-        greeting, model: Kind and JSON fields of the first message, beside the name.
-        steps: Inner steps taken, of a learner of decoupled training.
+        greeting, model: Kind of the first message, and its JSON fields besides the name.
+        steps: Inner steps taken; only for a learner of decoupled training.
         next_seq: Number of the update that comes next, or is on its way.
         newest: Newest version that the server has told this worker of; -1 if none.
-        begun: Name and number under which runs of update ``next_seq`` have been sent; None while no
+        begun: Name and number under which runs of the present update have been sent; None while no
             run has been sent.
     """
 
     def __init__(self, name: str | None, sizes: list[int], layout: int) -> None:
         own = alternatives(default_name()) if name is None else iter([check_name(name)])
         self.name, self._others, self._may_change = next(own), own, name is None
-        # Tells this worker from another live worker of the same name, and from a successor.
+        # A random number, so that the server can tell this process from others of the same name.
         self._instance = secrets.randbelow(MAX_NUMBER - 1) + 1
         self.greeting, self.model = Kind.HELLO, {"sizes": sizes, "layout": layout}
         self.steps = 0
@@ -123,7 +123,7 @@ class Identity:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Runs of the update were sent, and the server cannot tell whether it was applied."""
+        """Whether runs of an update were sent, and it is unknown if that update was applied."""
         return self.begun not in (None, (self.name, self.next_seq))
 
     def begin(self) -> None:
@@ -141,12 +141,12 @@ class Identity:
         return True
 
     def count_on(self, welcome: Message) -> bool:
-        """Number the next update after the newest update that the server knows.
+        """Set ``next_seq`` to follow the newest update that the server knows.
 
         Returns:
-            False if the server knows less than it has told this worker. From here on the worker
-            counts from the server's number. So the server takes the next update as new, and no part
-            of that update has been applied: otherwise the server would know its number.
+            False if the server knows less than it has told this worker, as it was restarted from an
+            older state. The worker then goes on from the server's number. The server takes the next
+            update as new, and has applied no part of it: otherwise it would know the number.
         """
         last, history = welcome.number, welcome.meta["history"]
         is_older = self._history not in (None, history) and welcome.meta["began"] < self.newest
@@ -196,23 +196,21 @@ class ServerRefused(SyncError):
 
 
 class Silence:
-    """Measure for how long a server is silent.
-
-    A time in which this process was stopped does not count, wherever the process stood.
+    """Measures for how long a server is silent, without times in which this process was suspended.
 
     Attributes:
-        heard_at: Time of the server's last message, later by the times that do not count.
+        heard_at: Time of the server's last message, plus the times that do not count.
     """
 
     def __init__(self) -> None:
         self.heard_at = self._looked_at = time.monotonic()
 
     def look(self, wait_s: float) -> float:
-        """Return the time now.
+        """Return the time now; exclude a time in which this process was suspended.
 
         Args:
-            wait_s: Seconds that this process has waited for a message, at most, since the last
-                look; more than that, and a second, is a time in which the process was stopped.
+            wait_s: The most seconds that this process has waited for a message since the last call.
+                If more than a second longer has passed, the process was suspended meanwhile.
         """
         now = time.monotonic()
         absence_s = now - self._looked_at - wait_s
@@ -227,7 +225,7 @@ class Silence:
 
 
 class Link:
-    """Talk to one server. Calls block; only one thread may use a link.
+    """A worker's connection to one server. Calls block; only one thread may use a link.
 
     Args:
         address: ``tcp://host:port``.
@@ -239,9 +237,9 @@ class Link:
     Attributes:
         sent_bytes, received_bytes: Bytes of payloads and headers, with repetitions.
         identity: The worker's name and sequence numbers.
-        needs_start: The server has no parameters yet.
-        is_blocked: The last message could not be sent.
-        warning: The server has admitted this worker with this sentence; "" for none.
+        needs_start: Whether the server has no parameters yet.
+        is_blocked: Whether the last message could not be sent.
+        warning: A warning with which the server has admitted this worker; "" for none.
     """
 
     def __init__(
@@ -266,7 +264,7 @@ class Link:
         # Without this the garbage collector would wait for an open socket for ever.
         self._end = weakref.finalize(self, _close, self._socket, self._context)
         self._end.atexit = False
-        # A LEAVE that a busy machine sends late still goes out; without a connection none waits.
+        # Milliseconds for which ``close`` lets a last LEAVE go out, if there is a connection.
         self._socket.linger = 3_000
         self._socket.maxmsgsize = max(MAX_BODY, MAX_JSON)
         # Queue no message without a connection: a restarted server would get old messages.
@@ -360,10 +358,10 @@ class Link:
                     yield message
                 else:
                     yield message
-                # The caller has answered these kinds with its next request.
+                # The caller answers these kinds with its next request: do not ask again soon.
                 if message.kind in (Kind.DATA, Kind.WANT):
                     asked_at = now
-                    # On a slow link each question that is asked again delays all later answers.
+                    # On a slow link repeat questions rarely, as each delays all later answers.
                     again_s = max(again_s, min(2 * silent_s, self.timeout / 4))
             elif silent_s > self.timeout:
                 raise self.silence(silent_s, stage, now - began)
@@ -373,13 +371,13 @@ class Link:
             asked_at = now
 
     def refusal(self, message: Message, stage: str, seconds: float) -> ServerRefused:
-        """Return the error that a refusal stands for."""
+        """Return the error to raise for a REFUSED of the server."""
         reason = message.meta["reason"]
         sentence = f"the server {self.address} refused worker {self.worker}: {reason}"
         return ServerRefused(sentence, stage=stage, seconds=seconds)
 
     def silence(self, silent_s: float, stage: str, seconds: float) -> ServerLost:
-        """Return the error of a server that has not answered."""
+        """Return the error to raise for a server that has not answered for ``silent_s``."""
         sentence = (
             f"the server {self.address} has not answered for {silent_s:.1f} s "
             f"({stage}); the parameters are as training left them"
@@ -396,7 +394,7 @@ class Link:
         return is_other
 
     def _welcomed(self, message: Message, stage: str) -> None:
-        """Take over the server's numbers, and raise if the server has lost some."""
+        """Take the numbers of a WELCOME; raise if the server has lost updates or versions."""
         identity, began = self.identity, max(0, message.meta["began"])
         told = f"was told of {identity.next_seq - 1} and of version {identity.newest}"
         is_older = not identity.count_on(message)
@@ -439,7 +437,7 @@ class Link:
         raise AssertionError
 
     def ask(self, question: Message, answer: Kind, stage: str) -> Message:
-        """Return the server's answer to a question that needs no WELCOME."""
+        """Return the server's answer, of kind ``answer``, to a question that needs no session."""
         for message in self.converse(lambda: self.send(question), stage):
             if message.kind == answer:
                 return message
@@ -504,7 +502,7 @@ class Link:
         raise AssertionError
 
     def _give_up(self, message: Message) -> Message:
-        """Give up an update of which the server cannot tell whether it was applied."""
+        """Return an outcome "in doubt" for an update that may have been applied; it is given up."""
         assert self.identity.begun is not None
         (name, seq), self.identity.begun = self.identity.begun, None
         reason = (
@@ -517,7 +515,11 @@ class Link:
     def send_runs(
         self, want: Message, payloads: list[Tensor], layouts: list[Layout], first: int = 0
     ) -> None:
-        """Send the runs that a WANT asks for; the first payload has the number ``first``."""
+        """Send the runs that a WANT asks for.
+
+        Args:
+            first: Number of the first payload in messages.
+        """
         place, run, count = want.fragment - first, want.run, want.count
         if not 0 <= place < len(layouts) or not is_within(layouts[place], run, count):
             return

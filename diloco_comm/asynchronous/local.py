@@ -1,4 +1,4 @@
-"""A worker's model, the payloads to send, and how its training loop ends."""
+"""The local side of a worker: its model, its encoded payloads, and its attachment to a loop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class WorkerPiece:
-    """Tensors that are encoded together, and where their progress starts.
+    """Tensors that are encoded together, and the shared values from which they are measured.
 
     Args:
         tensors: The parameters.
@@ -62,9 +62,13 @@ class WorkerPiece:
         )
 
     def encode(self, key: int, is_stochastic: bool, impl: str) -> bool:
-        """Encode the base less the parameters; return False if a value cannot be sent.
+        """Encode the base minus the parameters into ``payload``.
 
-        Such a value is not finite or too large.
+        Args:
+            key: Key of random rounding.
+
+        Returns:
+            False if a value is not finite or too large, so that the payload must not be sent.
         """
         bad = torch.zeros(1, dtype=torch.int64)
         ops.encode(
@@ -83,11 +87,11 @@ class WorkerPiece:
         return not bad.item()
 
     def snapshot(self, impl: str) -> Tensor:
-        """Return the parameters that the report was made of, less what rounding lost.
+        """Return the parameters at the last ``encode``, as its payload determines them, fp32.
 
-        With s the decoded report, e, e' the residuals before and after the encoding, and c(base)
-        the base as the parameters hold it, they are c(base) - s - e' + e. No copy of them is
-        needed.
+        With s the decoded payload, e and e' the residuals before and after the encoding, and
+        c(base) the base rounded to the parameters' dtypes, they are c(base) - s - e' + e. So no
+        copy has to be kept.
         """
         then = self.held(self.base).sub_(decode(self.payload, self.layout, impl=impl))
         if self.residuals.new is not None and self.residuals.value is not None:
@@ -96,7 +100,7 @@ class WorkerPiece:
         return then
 
     def held(self, values: Tensor) -> Tensor:
-        """Return shared values as the parameters hold them: progress is measured from there."""
+        """Return shared values rounded to the parameters' dtypes, fp32: progress starts there."""
         return round_as(values.clone(), self.tensors)
 
     def write(self, impl: str) -> None:
@@ -109,7 +113,7 @@ class WorkerPiece:
 
 
 class LocalModel:
-    """The parameters of a worker by fragment, and the shared parameters its round started from.
+    """The parameters of a worker by fragment, and the shared ones from which its round started.
 
     Args:
         model, optimizers: Define which parameters are exchanged, as in ``DiLoCo``.
@@ -181,11 +185,11 @@ class LocalModel:
         return all([piece.encode(key, self._is_stochastic, self.impl) for piece, key in pairs])
 
     def encode_parameters(self) -> tuple[list[Tensor], list[Layout]]:
-        """Return the parameters in fp32, which the first worker sends to the server."""
+        """Return the parameters as fp32 payloads, which the first worker sends to the server."""
         return whole_payloads(_flat(fragment).float() for fragment in self.fragments)
 
     def update_applied(self) -> None:
-        """Note that the server applied the update: its residual belongs to the next encoding."""
+        """Note that the server has applied the update: the next encoding adds its residual."""
         for piece in self.pieces:
             piece.residuals.turn(0)
 
@@ -200,7 +204,7 @@ class LocalModel:
             outer.copy_(_flat(fragment))
 
     def present_pieces(self) -> list[WorkerPiece]:
-        """Return the pieces with the parameters where they lie now."""
+        """Return the pieces, with the fragments' present tensors."""
         for piece, fragment in zip(self.pieces, self.fragments, strict=True):
             fragment.refuse_changes()
             piece.tensors = fragment.tensors()
@@ -232,14 +236,14 @@ def layout_hash(fragments: Sequence[Fragment]) -> int:
 
 
 def beside_layout(model: nn.Module, fragments: Sequence[Fragment], checks: str) -> dict[str, Any]:
-    """Return what the first message to a server says of a model beside its layout.
+    """Return the optional fields of a worker's first message, by which the server compares models.
 
     Args:
         checks: With "off" the server compares no frozen parameters and buffers; with "warn" a
-            difference is a warning.
+            difference is only a warning.
     """
     places = sorted(shared_memory(t for fragment in fragments for t in fragment.tensors()))
-    # Models that are shared as a whole have the same first places.
+    # The first places are enough: models that share memory do so as a whole.
     found: dict[str, Any] = {"memory": places[:MAX_PLACES]} if places else {}
     if checks != "off":
         names = {name for fragment in fragments for name in fragment.names}
@@ -261,9 +265,9 @@ def _digest(tensors: Mapping[str, Tensor]) -> int:
 
 
 class Attachment(ABC):
-    """A training loop that is attached to a server: its checks and hooks, and how it ends."""
+    """Base of a training loop's attachment to a server: checks of the model, hooks, and the end."""
 
-    # None until the constructor has ended.
+    # These are None until the constructor of the derived class has set them.
     _watch: ModelWatch | None = None
     _hooks: StepHooks | None = None
     _is_closed = False
@@ -272,15 +276,18 @@ class Attachment(ABC):
 
     @abstractmethod
     def flush(self) -> object:
-        """Share the steps that the server does not have."""
+        """Send the training that the server does not have."""
 
     @abstractmethod
     def _shared_pieces(self) -> Iterable[WorkerPiece]:
-        """Return the parameters and the shared values."""
+        """Return the pieces with all parameters and the newest shared values here."""
 
     @abstractmethod
     def _unshared(self) -> tuple[str, int] | None:
-        """Return who has steps that the server does not have, and the inner steps; or None."""
+        """Return words for this worker, and its inner step, if the server lacks training of it.
+
+        None if the server has all of it.
+        """
 
     @abstractmethod
     def _leave(self) -> None:
@@ -295,7 +302,7 @@ class Attachment(ABC):
 
     @contextmanager
     def outer_parameters(self) -> Iterator[None]:
-        """Put the newest shared parameters that are here into the model, for evaluation."""
+        """Run a block with the newest shared parameters known here in the model, to evaluate."""
         with nullcontext() if self._watch is None else self._watch.paused():
             yield from self._swapped()
 
@@ -345,12 +352,12 @@ class Attachment(ABC):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Share the steps since the last exchange, but for an error, and leave the server."""
+        """Leave the server; unless the block has raised, share the last steps before."""
         try:
             if exception[:1] == (None,) and not self._is_closed:
                 if self._may_share():
                     self.flush()
-                # A warning says so if steps are not in the shared model all the same.
+                # ``close`` warns if some steps are still not in the shared model.
                 self.close()
         finally:
             if not self._is_closed:

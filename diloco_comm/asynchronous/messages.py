@@ -27,9 +27,9 @@ HEADER = struct.Struct("<4sHHQQHHI")
 MAX_JSON = 1 << 16
 MAX_NAME = 64
 MAX_FRAGMENTS = 4096
-# Places in shared memory that a first message names.
+# The most places in shared memory that a worker's first message names.
 MAX_PLACES = 64
-# Updates in one answer: as many as 64 KiB of JSON hold.
+# The most updates in one answer: as many as fit into 64 KiB of JSON.
 MAX_UPDATES = 64
 # Bytes of the longest run: RUN_ELEMENTS of fp32.
 MAX_BODY = 1 << 20
@@ -43,10 +43,10 @@ MAX_NUMBER = 1 << 62
 
 
 class Kind(IntEnum):
-    """What a message says. "I" is the sender, "you" the receiver of the message.
+    """The kinds of messages. In the comments, "I" is the sender, and "you" the receiver.
 
-    ``number`` is the sequence number of an update where a kind says nothing else. "JSON" and
-    "bytes" name the second frame of the kinds that have one.
+    ``number`` is the sequence number of an update unless the comment says something else. "JSON"
+    and "bytes" name the second frame, if there is one.
     """
 
     # From a worker.
@@ -60,12 +60,12 @@ class Kind(IntEnum):
     DONE = 6  # I have all runs of this version; confirm that the version was kept
     LEAVE = 7
     STATUS = 8
-    # As PULL, from a worker that holds all buffers of this version (number 1), or that wants all
-    # buffers (number 0).
+    # Tell me the version to train from; I hold all buffers of this version and want the later
+    # updates (number 1), or I want all buffers (number 0).
     FOLLOW = 9
     GET_UPDATE = 10  # send me ``count`` runs of the update that made version ``number``
-    # From a learner of decoupled training. In its messages ``fragment`` is the number of a piece,
-    # counted through all fragments, where runs are meant, and else the number of the fragment.
+    # From a learner of decoupled training. In messages about runs, ``fragment`` is the number of a
+    # piece, counted through all fragments; in others, the number of the fragment.
     SETTINGS = 11  # tell me the settings that all learners share
     # JSON: the learner's name and model. ``number`` tells learners of one name apart; ``version``:
     # inner steps taken. Fragment and ``run``: as in HELLO.
@@ -75,13 +75,13 @@ class Kind(IntEnum):
     STEP = 13
     OFFER = 14  # JSON: I have report ``number`` on a fragment, measured from ``version``
     START = 15  # I have parameters to start from, ask for their runs
-    # JSON. As STEP, and I take no step for now. By fragment: the version from which I have progress
-    # that is not merged, or -1.
+    # JSON: as STEP, but I take no more steps for now. ``progress``, by fragment: the version from
+    # which I have training that is not merged; -1 for none.
     REST = 16
     # From the server.
-    # JSON. Fragment 1: another worker of this name came since, and may have sent updates. The field
-    # ``history`` tells this server process from others. The field ``began`` is the version that the
-    # process restored, -1 if the process restored nothing.
+    # JSON: you take part. Fragment 1: another worker of your name came since, and may have sent
+    # updates. ``history`` is a random number of this server process; ``began`` is the version that
+    # it has restored, -1 for none.
     WELCOME = 32
     WANT = 33  # send me ``count`` runs of the update
     OUTCOME = 34  # JSON: the update was applied or refused
@@ -99,8 +99,8 @@ class Kind(IntEnum):
     SET = 48  # JSON: the settings that all learners share
     ADMITTED = 49  # JSON: you take part
     CALL = 50  # report on a fragment, from ``version``
-    # A fragment has ``version``. ``number`` is your last merged report, 0 if none. With count 1
-    # the coded difference to the version before may be asked for, as number 1 of GET.
+    # A fragment has this new version. ``number`` is your last merged report, 0 if none. With count
+    # 1 you may GET the encoded difference to the version before, as number 1.
     COMMIT = 51
     NOTED = 52  # the answer to STEP ``run``
     VERDICT = 53  # JSON: report ``number`` on a fragment was taken, or refused
@@ -130,7 +130,7 @@ class ProtocolError(ValueError):
     """Bytes that are not a message of this protocol; the text is one sentence.
 
     Attributes:
-        protocol: Version of the protocol that the bytes are a message of, if it is another one.
+        protocol: The version of the protocol, if the bytes are a message of another version.
     """
 
     protocol: int | None = None
@@ -165,7 +165,7 @@ def _is_count_or_none(value: object) -> bool:
 
 
 def _list_of(is_valid: Check, most: int, least: int = 0) -> Check:
-    """Return whether a value is a list of such values."""
+    """Return a check: whether a value is a list of ``least`` to ``most`` valid values."""
     return lambda value: (
         isinstance(value, list) and least <= len(value) <= most and all(map(is_valid, value))
     )
@@ -200,7 +200,7 @@ def _is_rule(value: object) -> bool:
 
 
 def _is_update(value: object) -> bool:
-    """Return whether a value is a list of wire, block size, weight, and learning rate."""
+    """Return whether a value is a list [wire, block size, weight, learning rate] of an update."""
     return (
         isinstance(value, list)
         and len(value) == 4
@@ -254,9 +254,10 @@ _FIELDS: dict[Kind, dict[str, Check]] = {
     Kind.VERDICT: {"refusal": _is_text},
     Kind.REPORT: {"status": _is_object},
 }
-# ``unexchanged`` has digests of frozen parameters and of persistent buffers. With ``warns`` a
-# difference from the first worker is a warning, and no refusal; a difference in the buffers alone
-# always is. ``memory``: where parameters lie.
+# Optional fields of a worker's first message. ``unexchanged``: digests of its frozen parameters and
+# of its persistent buffers. If they differ from the first worker's, the worker is refused; with
+# ``warns``, or if only buffers differ, it gets a warning. ``memory``: names of the shared memory in
+# which its parameters lie.
 _BESIDE: dict[str, Check] = {"unexchanged": _is_digests, "warns": _is_flag, "memory": _is_places}
 _OPTIONAL: dict[Kind, dict[str, Check]] = {
     Kind.HELLO: _BESIDE,
@@ -268,7 +269,12 @@ _WITH_BODY = (Kind.RUN, Kind.DATA)
 
 
 def pack(message: Message, protocol: int = PROTOCOL) -> list[bytes | memoryview]:
-    """Return the frames of a message; another ``protocol`` is for a refusal that a peer reads."""
+    """Return the frames of a message.
+
+    Args:
+        protocol: The version in the header; another one than ours for a refusal that a peer of
+            another version reads.
+    """
     header = HEADER.pack(
         MAGIC,
         protocol,

@@ -28,9 +28,9 @@ from ..ops.wire import Layout, WireFormat
 from .payloads import Payload, payload_files, write_run
 from .rules import FusedState, RuleState, ServerRule
 
-# Elements of a run, the largest range that travels in one message: 1 MiB of fp32.
+# Elements of a run, the largest range of a fragment in one message: 1 MiB of fp32.
 RUN_ELEMENTS = 1 << 18
-_UNIT = 1024  # a multiple of every block size but the sparse wires'
+_UNIT = 1024  # a multiple of every block size, except for sparse wires
 
 
 def layout_of(num_elements: int, wire: WireFormat) -> Layout:
@@ -94,7 +94,7 @@ class SharedModel:
         self.version = 0
         # The log holds the updates after version ``_logged``; the buffers are at ``_folded``.
         self._folded = self._logged = 0
-        # An update could be read only in part: the buffers are at no version.
+        # Reading an update's file has failed halfway, so the buffers are at no version.
         self._is_broken = False
         self._log: deque[Applied] = deque()
         self._readers: Counter[int] = Counter()
@@ -143,7 +143,7 @@ class SharedModel:
         return self.version
 
     def _fold(self) -> None:
-        """Apply updates to the buffers, up to the oldest version that is read, or to the newest."""
+        """Fold updates into the buffers up to the oldest version that is read, or to the newest."""
         target = min(self._readers, default=self.version)
         while self._folded < target and not self._is_broken:
             self._apply_to_buffers(self._log[self._folded - self._logged])
@@ -165,7 +165,7 @@ class SharedModel:
             ) from error
 
     def _forget(self, version: int) -> None:
-        """Release the payloads of updates up to this version that are folded and not pinned."""
+        """Release the payloads of folded updates up to this version, unless they are pinned."""
         last = min(version, self._folded, *self._pins)
         while self._logged < last:
             self._log.popleft().release()
@@ -217,7 +217,8 @@ class SharedModel:
         """Return a run of one of the buffers of a version that is held, as ``read`` does.
 
         Args:
-            index: 0 for the parameters of the last outer step, from 1 on ``RuleState.tensors``.
+            index: 0 for the parameters after the last outer step; from 1 on, the buffers in the
+                order of ``RuleState.tensors``.
         """
         begin, end = self._run_range(fragment, run)
         if version == self._folded:
@@ -285,7 +286,7 @@ class SharedModel:
 
     @property
     def is_folded(self) -> bool:
-        """The buffers hold the newest version; only then may they be saved."""
+        """Whether the buffers are at the newest version; only then may they be saved."""
         return self._folded == self.version
 
     def tensors(self) -> dict[str, Tensor]:
@@ -314,7 +315,7 @@ class SharedModel:
 
 
 def decode(payload: Tensor, layout: Layout, *, impl: str = "") -> Tensor:
-    """Return the fp32 [num_elements] that a payload stands for."""
+    """Return the decoded values of a payload, fp32 [num_elements]."""
     values = empty_pages((layout.num_elements,), torch.float32)
     ops.decode([payload], [1.0], [values], *layout.whole, impl=impl)
     return values
@@ -333,7 +334,7 @@ def make_room(sizes: Sequence[int]) -> list[Payload]:
 
 
 class KeptVersions:
-    """Versions of a model, each kept as long as a worker trains from it."""
+    """Keeps each version of a model as long as a worker trains from it; ``len`` is their number."""
 
     def __init__(self, model: SharedModel) -> None:
         self._model = model

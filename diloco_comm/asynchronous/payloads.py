@@ -1,8 +1,8 @@
-"""Payloads on their way: in memory or in a file, within a budget, and checked run by run.
+"""Payloads that a server receives: in memory or in a file, within a budget, checked run by run.
 
 An update that does not fit into the memory budget goes to a file. The checks find payloads that no
-encoder makes: infinities, NaN, codes out of range. They look at the scales, and at the codes for
-bit patterns that an encoder never writes, and decode sparse payloads alone.
+encoder makes: infinities, NaN, codes out of range. They read the scales, and look for codes that an
+encoder never writes; only sparse payloads are decoded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PayloadFile:
 
     @property
     def end(self) -> int:
-        """Place in the file of the first byte behind this one."""
+        """Offset of the first byte behind these bytes in the file."""
         return self._offset + self.nbytes
 
     def __getitem__(self, wanted: slice) -> Tensor:
@@ -102,10 +102,10 @@ def write_run(payload: Payload, begin: int, body: memoryview | bytes) -> None:
 
 
 def pieces(payload: Payload, layout: Layout) -> Iterator[tuple[Tensor, Layout, int, int]]:
-    """Yield a payload in memory whole, and a payload in a file run by run.
+    """Yield the pieces of a payload: in memory the whole payload, in a file each run.
 
     Yields:
-        The bytes, their layout, the first element, and the last element plus one.
+        The bytes, their layout, and the range of elements, [begin, end).
     """
     if isinstance(payload, Tensor):
         yield payload, layout, 0, layout.num_elements
@@ -153,7 +153,7 @@ _INFINITY_BITS = 0x7F80
 
 
 def find_garbage(payload: Payload, layout: Layout) -> str:
-    """Say what is wrong with a payload, uint8 [payload_bytes]; "" if nothing is."""
+    """Return what is invalid in a payload, uint8 [payload_bytes]; "" if nothing is."""
     run_bytes = layout.run_bytes
     for run in range(layout.num_runs):
         begin, end = layout.run_range(run)
@@ -168,7 +168,7 @@ def find_garbage(payload: Payload, layout: Layout) -> str:
 
 
 def find_run_garbage(run: Tensor, layout: Layout, count: int) -> str:
-    """Say what is wrong with the first ``count`` elements of a run, uint8 [run_bytes]."""
+    """Return what is invalid in the first ``count`` elements of a run, uint8 [run_bytes]; or ""."""
     wire = layout.wire
     offset = wire.code_offset(layout.run_elements)
     if wire.has_scales:
@@ -176,7 +176,7 @@ def find_run_garbage(run: Tensor, layout: Layout, count: int) -> str:
         # Read as integers, the bits of positive finite bf16 numbers sort like the numbers.
         begin = wire.scale_offset
         bits = run[begin : begin + SCALE_BYTES * num_blocks].numpy().view(np.int16)
-        # A null block of a wire without a code for each element has the scale zero.
+        # On wires without a code for each element, a block of zeros has the scale zero.
         may_be_null = not wire.has_element_codes
         is_made = (bits >= _SMALLEST_BITS) | (bits == 0) if may_be_null else bits > 0
         if not is_made.all() or bits.max() >= _INFINITY_BITS:
@@ -227,14 +227,16 @@ def _nibble(codes: Tensor, value: int) -> Tensor:
 
 @dataclass
 class Upload:
-    """Payloads of a worker on their way to the server, complete or not.
+    """The payloads of one update of a worker, as far as they have arrived at the server.
 
     Attributes:
-        question: The message by which the worker has offered them.
+        worker: Name of the worker.
+        question: The message by which the worker has offered the update.
+        layouts, payloads: For each fragment, the layout and the bytes.
+        last_seen: When the last run arrived.
         first: Number of the first payload in messages.
         window: The runs that have not arrived.
-        last_seen: When the last run arrived.
-        garbage: What is wrong with the runs that arrived, "" if nothing is.
+        garbage: A sentence if a run that has arrived is invalid; else "".
     """
 
     worker: str
@@ -264,7 +266,11 @@ class Upload:
         return self.question.number
 
     def put(self, fragment: int, run: int, body: memoryview | bytes, now: float) -> str:
-        """Store runs; return what is wrong with their size or place, or ""."""
+        """Store consecutive runs, and check their values.
+
+        Returns:
+            A sentence if their size or place is wrong, so that they were not stored; else "".
+        """
         layout = self.layouts[fragment]
         size = layout.run_bytes
         count = len(body) // size
@@ -276,7 +282,7 @@ class Upload:
         write_run(self.payloads[fragment], run * size, body)
         for position in runs:
             begin, end = layout.run_range(position.run)
-            # Checked now: the run is in the cache, and other runs are still on their way.
+            # Check now: the run is in the cache, and the wait for other runs hides the work.
             content = self.payloads[fragment][position.run * size : (position.run + 1) * size]
             self.garbage = self.garbage or find_run_garbage(content, layout, end - begin)
             self.window.received(position)
@@ -284,7 +290,7 @@ class Upload:
         return ""
 
     def read_through(self) -> None:
-        """Meet errors of the disk before the update is applied; see ``read_back``.
+        """Read payload files once, so that disk errors come before the update is applied.
 
         Raises:
             OSError: If a file cannot be written or read.
@@ -329,7 +335,7 @@ class PayloadMemory:
 
         Args:
             may_use_file: False for payloads that must be in memory, whatever the budget.
-            must: Return room in memory, whatever the budget and the payloads that are there.
+            must: Return room in memory in any case, even beyond the budget.
 
         Raises:
             OSError: If the payloads need a file and no file can be made.

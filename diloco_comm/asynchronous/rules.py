@@ -6,7 +6,7 @@ N-th. Between two outer steps the shared model either stays (``Buffered``) or fo
 from the model of the last outer step. So after N arrivals the bytes equal those of a synchronous
 step on the mean, taken in the same order.
 
-A state is what a rule keeps for a fragment; one arrival changes it.
+A rule keeps one state for each fragment, which every arrival changes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RuleState(ABC):
 
     @abstractmethod
     def _added(self, impl: str) -> None:
-        """Do the work that needs all elements of the arrival."""
+        """Called after ``_add`` for all elements of the arrival."""
 
     @property
     def num_bytes(self) -> int:
@@ -143,7 +143,7 @@ class FusedState(RuleState):
 
     @property
     def hides(self) -> bool:
-        """Workers sometimes see other parameters than ``outer``."""
+        """Whether workers sometimes train from other parameters than ``outer``."""
         return self._follows and self.pending is not None
 
     def lr_at(self, num_arrivals: int) -> float:
@@ -187,7 +187,15 @@ class FusedState(RuleState):
         is_last: bool = True,
         impl: str = "",
     ) -> None:
-        """Add payloads to a period's sum; the last ones take the outer step on it."""
+        """Add payloads to the sum of a period; with ``is_last``, take the outer step on that sum.
+
+        Args:
+            payloads, weights: The payloads and their factors.
+            begin, end: The range of elements.
+            lr: The outer learning rate.
+            is_first: These are the first payloads of the period.
+            is_last: These are its last payloads.
+        """
         ops.outer_step_delayed(
             self.outer,
             self.momentum,
@@ -218,7 +226,7 @@ class FusedState(RuleState):
         step = self.pending[begin:end]
         if self._between:
             step = self.momentum[begin:end].mul(self.num_pending * self._between).add_(step)
-        # One rounding each for the product and the difference, as in the operators.
+        # Round the product and the difference separately, as the operators do.
         return torch.sub(outer, torch.mul(step, self._lr()))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -243,7 +251,7 @@ class FusedState(RuleState):
 
 
 class PlainState(RuleState):
-    """Any other outer optimizer: a step on the sum of a period's arrivals."""
+    """Rules with any other outer optimizer, which steps on the sum of a period's arrivals."""
 
     def __init__(self, outer: Tensor, period: int, optimizer: OuterOptimizer) -> None:
         super().__init__(outer, period, optimizer)
@@ -257,7 +265,7 @@ class PlainState(RuleState):
             self.pending = self._payload.view(torch.float32)[:count]
 
     def arrive(self, payload: Payload, layout: Layout, weight: float, impl: str = "") -> None:
-        # An optimizer of torch may need all parameters at once: it gets no single runs.
+        # An optimizer of torch may need all parameters at once: read the payload from its file.
         if isinstance(payload, PayloadFile) and isinstance(self.optimizer, FromTorch):
             payload = payload[:]
         super().arrive(payload, layout, weight, impl)
@@ -339,7 +347,7 @@ class ServerRule(ABC):
     Args:
         discount: Exponent d of the polynomial discount: an arrival has the factor
             (1 + staleness)^-d. 0 for no discount; 0.5 in arXiv 2401.09135.
-        max_staleness: A staler arrival is refused and changes nothing; None for no bound.
+        max_staleness: Arrivals of greater staleness are refused; None for no bound.
         compensation: lambda of delay compensation, g + lambda*g*g*(theta_now - theta_then). With a
             lambda other than 0 the server keeps, in files, the parameters that its workers train
             from.
@@ -422,7 +430,7 @@ class Immediate(ServerRule):
 
 @dataclass(kw_only=True)
 class DelayedNesterov(ServerRule):
-    """Descend every arrival at once; use and update the momentum with every N-th arrival only.
+    """Step along every arrival at once, but use and update the momentum only with every N-th one.
 
     Args:
         lr, momentum: As in ``diloco_comm.Nesterov``.

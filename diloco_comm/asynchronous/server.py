@@ -1,10 +1,10 @@
-"""The server of asynchronous training, and what all servers with a ROUTER socket share.
+"""``AsyncServer``, and ``Service``, the base of all servers with a ROUTER socket.
 
 A server has one thread that reads messages, one socket, and one shared model.
 
-The receiving side asks for large data run by run, so no peer can make the other hold bytes that the
-other did not ask for. A request is repeated until it is answered, and a second answer changes
-nothing, so lost connections and restarts need no special case.
+The receiver asks for large data run by run, so nobody has to hold bytes that it did not ask for. A
+request is repeated until it is answered, and a second answer changes nothing, so lost connections
+and restarts need no special case.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Listener:
         self.socket.linger = 0
         self.socket.router_mandatory = True
         self.socket.maxmsgsize = max(MAX_BODY, MAX_JSON)
-        # A window has a message for each of its fragments, and a few more for large ones. The rest
-        # is room: ZeroMQ notes the messages that have left by halves of the limit. More room would
-        # let a peer that does not read hold more memory.
+        # A window has a message for each of its fragments, and a few more for large ones. The limit
+        # is higher, as ZeroMQ counts sent messages only after half a limit of them. But with a much
+        # higher limit, a peer that does not read would take more memory here.
         self.socket.sndhwm = 4 * WINDOW_FRAGMENTS
         self.socket.rcvhwm = 4 * WINDOW_BYTES // MAX_BODY
         beat(self.socket, lost_after)
@@ -103,12 +103,12 @@ class Listener:
 
 
 class Service(ABC):
-    """A server of workers: the socket, the thread, and messages to the part that handles them.
+    """The base of a server of workers: its socket, its thread, and the dispatch of messages.
 
     A derived class sets ``_handlers`` before it serves.
 
     Args:
-        host: Takes the workers in.
+        host: The server's state: it admits workers, and keeps the model and its files.
         listen: ``host:port``; port 0 picks a free one, see ``address`` afterwards.
         keys: Folder of CURVE keys, or None.
         insecure: Allow an address that other machines reach, without keys.
@@ -122,7 +122,7 @@ class Service(ABC):
         OSError: If the socket cannot listen on the address.
     """
 
-    # The first message of a worker of this server, and what workers of another kind are told.
+    # The kind of a worker's first message to this server, and the answer to workers of other kinds.
     greeting: Kind
     wrong_greeting: str
 
@@ -168,7 +168,7 @@ class Service(ABC):
 
     @abstractmethod
     def _forget(self, worker: str) -> None:
-        """Drop what a worker has begun to send."""
+        """Drop the uploads that a worker has begun."""
 
     def _status(self) -> dict[str, Any]:
         """Return the status for a peer, which needs no session to ask."""
@@ -194,7 +194,7 @@ class Service(ABC):
 
     @property
     def is_running(self) -> bool:
-        """A thread that ``start`` made serves."""
+        """Whether the thread of ``start`` is serving."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self):  # type: ignore[no-untyped-def]
@@ -292,7 +292,7 @@ class Service(ABC):
         self._send(peer, welcome)
 
     def _refuse_same_memory(self, peer: bytes, worker: str, memory: frozenset[str]) -> None:
-        """Raise if another worker has the same tensors: a write of one changes both."""
+        """Raise if another worker's parameters lie in the same shared memory."""
         if not memory:
             return
         for other in self._host.sessions.all():
@@ -333,7 +333,8 @@ class Service(ABC):
             return True
         if older.contested is None or older.contested[0] != instance:
             older.contested = (instance, time.monotonic())
-        # A worker whose host lost power may come back: its old connection ends after a while.
+        # A worker whose host lost power may come back with its name still in use here, until its
+        # old connection times out: let it wait for that.
         patience_s = 0.0 if message.fragment else self._lost_after + 1
         if time.monotonic() - older.contested[1] < patience_s:
             self._send(peer, Message(Kind.WAIT))
@@ -362,7 +363,7 @@ class Service(ABC):
             # The same worker on a new connection; the end of the old one is not known yet.
             sessions.drop(older.peer)
             self._host.release(older)
-        # A successor of the same name may send other bytes under the same number.
+        # A new worker of this name may send other bytes for the same update: drop old uploads.
         self._forget(worker)
 
     # ----------------------------------------------------------------------------------- going

@@ -1,8 +1,8 @@
-"""Workers that attach to a server, leave it, or are lost; and their connections.
+"""Sessions of the workers at a server: how workers attach, leave or are lost; their connections.
 
-ZeroMQ's own thread sends and answers heartbeats, which tell the connections that are alive. So a
-worker whose training thread is busy for hours counts as alive. A worker that was killed or stopped,
-or that lost power or network, does not.
+ZeroMQ's own thread sends and answers heartbeats, which show which connections are alive. So a
+worker whose training thread is busy for hours counts as alive. A worker that was killed or
+suspended, or that lost power or network, does not.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _MIN_S, _MAX_S = 0.1, 86400
 _PLACE = "inproc://connections"
 _EVENT = struct.Struct("=HI")
 _ACCEPTED, _ENDED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
-MAX_WORKERS = 200  # in a status
+MAX_WORKERS = 200  # that a status names
 MAX_SESSIONS = 20_000
 Send = Callable[[bytes, Message], bool]
-# ``Session.follows`` of a worker that wants to follow and holds no version yet.
+# ``Session.follows`` of a worker that wants to follow the versions, but holds none yet.
 NOTHING = -1
-# Seconds that a worker may take to ask for a version first.
+# Seconds within which a worker must begin to fetch a version that is kept for it.
 BEGIN_S = 2.0
 
 
@@ -66,7 +66,7 @@ class Connections:
         socket.monitor(_PLACE, _ACCEPTED | _ENDED)
         self._events = socket.context.socket(zmq.PAIR)
         self._events.linger = 0
-        # No limit: at a full queue ZeroMQ's thread would wait, and serve no connection.
+        # No limit: if this queue were full, ZeroMQ's thread would wait and serve no connection.
         self._events.rcvhwm = 0
         self._events.connect(_PLACE)
         self._alive: set[int] = set()
@@ -119,19 +119,20 @@ class Session:
         connection: Number of the connection, see ``Connections``.
         instance: Random number of the worker's process; 0 if the worker sent none.
         unexchanged: Digests of the worker's frozen parameters and persistent buffers, or None.
-        memory: Where in shared memory the worker's parameters lie.
-        contested: Instance of another worker that wants the same name, and since when.
+        memory: Names of the shared memory in which the worker's parameters lie.
+        contested: Instance of another worker that wants the same name, and since when; or None.
         follows: Version whose buffers the worker holds and keeps up to date by updates. ``NOTHING``
             if the worker wants to hold one; None if it fetches parameters.
         token: Number of the worker's last question, which the answer repeats.
-        held: Version that is kept for the worker's next round, since ``held_at``.
+        held: Version that is kept for the worker's next round, since ``held_at``; None for none.
         answer: How the worker gets version ``held``: READY (parameters), STATE (all buffers) or
             UPDATES (the updates since version ``base``).
-        is_reading: The worker has the answer and fetches the version.
+        is_reading: The worker has been told of the version, and fetches it.
         read_at: When the worker began to fetch, or asked for a place beyond ``furthest``.
         furthest: Last place (number, fragment, run) of the version that the worker has asked for.
-        patience_s: How long the worker may keep an older version before it asks for any of it.
-        barred_until: The worker waits until then: it kept others waiting, and asked for nothing.
+        barred_until: Until then the worker gets no version, as it kept others waiting for one that
+            it did not fetch.
+        patience_s: Seconds for which an older version is kept before the worker begins to fetch it.
         steps: Inner steps of the worker's next round.
         evictions: How often a slow download of the worker was ended.
     """
@@ -200,7 +201,7 @@ def how_to_follow(model: SharedModel, follows: int | None) -> Kind:
     updates = model.updates_since(follows)
     if updates is None or len(updates) > MAX_UPDATES:
         return Kind.READY
-    # Without the first: one of the updates is likely to be the worker's own.
+    # Count one update less: one of them is likely to be the worker's own, which it has.
     is_less = sum(update.num_bytes for update in updates[1:]) <= 4 * model.num_elements
     return Kind.UPDATES if is_less else Kind.READY
 
@@ -273,11 +274,11 @@ class Status:
     lost: int = 0
 
     def count_refusal(self, kind: str) -> None:
-        """Count a message or upload that never became an update, such as "garbage" or "stalled"."""
+        """Count a refused message or upload by its kind, such as "garbage" or "stalled"."""
         self.refused[kind] += 1
 
     def report(self, sessions: Sessions, memory: PayloadMemory) -> dict[str, Any]:
-        """Return what every server's status has, as JSON types; any thread may ask."""
+        """Return the fields that every server's status has, as JSON types; from any thread."""
         return {
             "schema": 1,
             "uptime_s": round(time.monotonic() - self.started_at, 3),
@@ -293,17 +294,17 @@ class Status:
 
 
 class Host(ABC):
-    """What a server does with workers that come and go, and with its files.
+    """The base of a server's state: its sessions, its model, and its files.
 
     Args:
         memory: Room for payloads on their way.
         open_files: Locks the snapshot folder and returns its files; None keeps nothing on disk.
 
     Attributes:
-        layout: Hash of the workers' model; None if no worker has said so.
-        unexchanged: Digests of frozen parameters and of persistent buffers, which the first worker
-            of the run has; None if no worker has said so.
-        history: A random number that tells workers whether the server was restarted.
+        layout: Hash of the workers' model; None before the first worker.
+        unexchanged: The first worker's digests of frozen parameters and of persistent buffers; None
+            before a worker has sent them.
+        history: A random number of this process, by which workers notice a restart.
         keeper: Writes snapshots and the journal; None before ``begin``, and without a snapshot
             folder.
     """
@@ -331,7 +332,7 @@ class Host(ABC):
 
     @abstractmethod
     def release(self, session: Session) -> None:
-        """Keep nothing for a connection any more."""
+        """Stop keeping a version for a connection."""
 
     @abstractmethod
     def leave(self, worker: str) -> None:
@@ -343,7 +344,7 @@ class Host(ABC):
 
     @abstractmethod
     def save(self) -> None:
-        """Write a snapshot, unless the model holds what no worker may know yet."""
+        """Write a snapshot, unless the model has updates that no worker may know of yet."""
 
     @abstractmethod
     def end(self) -> None:

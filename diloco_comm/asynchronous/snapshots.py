@@ -82,7 +82,7 @@ def read_journal(path: Path, *, may_be_torn: bool = True) -> Iterator[Row]:
     Payloads stay in the file, and are valid until the next record is yielded.
 
     Args:
-        may_be_torn: Nobody has begun a later journal, for which this one was closed.
+        may_be_torn: Accept a torn end. False for a journal that was closed before a later one.
 
     Raises:
         DamagedLog, ValueError, OSError: As ``read_snapshot``; all records before were yielded.
@@ -93,9 +93,10 @@ def read_journal(path: Path, *, may_be_torn: bool = True) -> Iterator[Row]:
 
 @contextmanager
 def restoring(path: Path) -> Iterator[None]:
-    """Say in one sentence that JSON from ``path`` lacks a field, or has one of another type.
+    """Turn errors in a block that reads JSON of ``path`` into a ValueError with one sentence.
 
-    Checksums say that a file is as it was written, but not by whom.
+    The JSON may lack a field, or have one of another type: checksums prove that a file is as it was
+    written, but not that a server has written it.
     """
     try:
         yield
@@ -191,7 +192,8 @@ class Storage:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(folder, "snapshot folder")
         self._journal: Log | None = None
-        # Where the journal ends whose last fsync failed; it is written anew before it goes on.
+        # If the last fsync of the journal failed: where its valid records end. The journal is
+        # written anew before it goes on.
         self._doubtful_end: int | None = None
         # A server that was killed may have left half a snapshot.
         with suppress(OSError):
@@ -203,7 +205,7 @@ class Storage:
             raise
 
     def _refuse_without_snapshot(self) -> None:
-        """Raise if a new model would take the place of one whose snapshot is missing."""
+        """Raise if the folder has updates of a model, but not its snapshot."""
         newest = newest_journal(self.folder)
         path = self._journal_path(newest)
         if not self.exists and newest >= 0 and any(read_journal(path)):
@@ -235,7 +237,7 @@ class Storage:
         return os.path.lexists(self._first)
 
     def begin_tape(self) -> None:
-        """Keep the journals from the present snapshot on; nothing changes where they are kept.
+        """Make the present snapshot the first one of the kept journals, unless there is one.
 
         Raises:
             OSError: If the folder cannot be written.
@@ -280,7 +282,7 @@ class Storage:
         return read_snapshot(self._path, make)
 
     def save(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Replace the old snapshot by a new one, wholly or not at all; ``begin_journal`` is next.
+        """Replace the old snapshot by a new one, or change nothing; call ``begin_journal`` next.
 
         Raises:
             OSError: If the snapshot cannot be written; the error names the file.
@@ -305,7 +307,7 @@ class Storage:
     # ---------------------------------------------------------------------------- the journal
 
     def begin_journal(self, version: int) -> None:
-        """Begin the journal of the snapshot of this version; remove the former ones, if not kept.
+        """Begin the journal of the snapshot of this version; remove older journals, unless kept.
 
         Raises:
             OSError: If the journal or the folder cannot be written; no journal is removed then.
@@ -343,7 +345,7 @@ class Storage:
 
     @contextmanager
     def _doubting(self) -> Iterator[None]:
-        """Leave a journal whose fsync failed."""
+        """Close the journal if a fsync in this block fails, and note where it ends."""
         try:
             yield
         except DoubtfulWrite:
@@ -373,7 +375,7 @@ class Storage:
             yield from _rows(self._journal, keeps_open=True)
 
     def continue_journal(self, version: int) -> None:
-        """Append to the journal that was replayed, or that did not take the last update.
+        """Open the journal for updates, after ``replay`` or after a failed ``append``.
 
         All records are on the disk (fsync) when this method returns: a server that was killed
         between writing a record and its fsync may have left it in the memory of the operating
@@ -437,7 +439,7 @@ def _text(header: dict[str, Any], path: Path) -> bytes:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Name the file in each OSError."""
+    """Raise each OSError of a block with the name of this file."""
     try:
         yield
     except OSError as error:

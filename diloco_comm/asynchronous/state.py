@@ -1,4 +1,4 @@
-"""A server's state: the model, the workers, the memory for updates, the snapshots, the status."""
+"""``ServerState``: an ``AsyncServer`` without its socket, with its model, workers and snapshots."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MAX_STALENESS = 64
 logger = logger_of(__name__)
 
 MAX_READERS = 8
-# Memory of a process with sockets and threads, without its tensors.
+# Memory of a server's process without its tensors.
 OVERHEAD_BYTES = 32 * 2**20
-# Least memory for updates on their way; answers get twice as much. A smaller bound would save
-# nothing, since the process itself is larger.
+# The least memory for updates that arrive; answers get twice as much. Less would save little, as
+# the process itself is larger.
 SMALL_BYTES = 8 * 2**20
-# Least room beside the rule's buffers, in models, for data on its way to and from workers.
+# The least room beside the rule's buffers for data to and from workers, in sizes of the model.
 MIN_ROOM = 0.5
 # Seconds between two attempts to make a file for an update.
 FILE_RETRY_S = 1.0
@@ -50,9 +50,10 @@ class ServerState(Host):
         numbers: The further arguments of ``Coordinator``.
 
     Attributes:
-        coordinator: None until the server has parameters.
+        coordinator: Applies updates to the model; None until the server has parameters.
         max_readers: Number of workers that may fetch parameters at the same time.
-        problem: One sentence while an update waits for room on a disk or a descriptor, else "".
+        problem: One sentence while an update waits for room on a disk, or for a file descriptor;
+            else "".
         began: Version that the server restored from disk; -1 if it restored none.
     """
 
@@ -109,7 +110,7 @@ class ServerState(Host):
         self.model.keep_from(min(versions, default=None))
 
     def _make_files(self, sizes: list[int]) -> list[PayloadFile] | None:
-        """Make room for an update in a file, beside the snapshot if there is room.
+        """Return payloads of these sizes in a file: in the snapshot's folder, or a temporary one.
 
         Returns:
             None while the disk is full, or no descriptor is free; ``problem`` then says so, and a
@@ -149,7 +150,7 @@ class ServerState(Host):
             logger.error("%s; the server goes on, and tries again", self.problem)
 
     def report_lost_file(self, worker: str, seq: int, error: OSError) -> None:
-        """Say in the log and in the status that a disk error cost an update."""
+        """Report in the log and in the status that a disk error has lost an update."""
         self._lost_file = (
             f"update {seq} of worker {worker} is lost, because its file cannot be written or read: "
             f"{error.strerror or error}"
@@ -237,7 +238,7 @@ class ServerState(Host):
         logger.info("restored version %d", self.began)
 
     def _tensors_for(self, header: dict[str, Any]) -> dict[str, Tensor]:
-        """Make the model, and return its buffers: the snapshot is read into them, not copied."""
+        """Make the model for a snapshot; return its buffers, into which the snapshot is read."""
         if header["rule"] != self.rule.config():
             raise ValueError(
                 f"the snapshot was made with the rule {header['rule']}, this one is "

@@ -24,12 +24,12 @@ from .sessions import BEGIN_S, NOTHING, Host, Send, Session
 from .state import ServerState
 from .window import Position, bodies, is_within
 
-# Seconds after which a silent worker loses the memory that the server keeps for it.
+# A worker that sends nothing for so many seconds loses the memory that the server keeps for it.
 STALL_S = 20.0
 
 
 class Uploads(ABC):
-    """Payloads on their way to a server, which asks for them run by run.
+    """Receives payloads at a server, which asks for them run by run.
 
     Args:
         host: The server's state.
@@ -43,20 +43,20 @@ class Uploads(ABC):
 
     def __init__(self, host: Host, send: Send) -> None:
         self._host, self._send = host, send
-        # By worker, and by the place that ``_place`` returns.
+        # The uploads under way, by worker and by the place that ``_place`` returns.
         self._uploads: dict[tuple[str, int], Upload] = {}
 
     @abstractmethod
     def _place(self, message: Message) -> int | None:
-        """Return the place of the upload to which a message brings runs; None if there is none."""
+        """Return which of the worker's uploads a message brings runs of, as a number; or None."""
 
     @abstractmethod
     def _refuse_run(self, session: Session, upload: Upload, place: int, wrong: str) -> None:
-        """Refuse runs of another size or place than the server has asked for."""
+        """Refuse runs that the server has not asked for, or of a wrong size; ``wrong`` says why."""
 
     @abstractmethod
     def _complete(self, session: Session, upload: Upload, place: int) -> None:
-        """Take an upload that has arrived."""
+        """Called when all runs of an upload have arrived."""
 
     def _lose(self, session: Session, upload: Upload, error: OSError) -> None:
         """Give up an upload whose file cannot be written or read."""
@@ -68,7 +68,7 @@ class Uploads(ABC):
             self._drop(*key)
 
     def drop_stalled(self, now: float) -> list[str]:
-        """Drop the uploads that have stood still for ``STALL_S``; return their workers."""
+        """Drop the uploads that got nothing for ``STALL_S``; return their workers."""
         stalled = [key for key, each in self._uploads.items() if now - each.last_seen > STALL_S]
         for key in stalled:
             self._drop(*key)
@@ -90,7 +90,7 @@ class Uploads(ABC):
         first: int = 0,
         last_seen: float | None = None,
     ) -> None:
-        """Ask for the first runs of the payloads that a worker has offered."""
+        """Begin an upload that a worker has offered: ask for its first runs."""
         last_seen = time.monotonic() if last_seen is None else last_seen
         upload = Upload(session.worker, question, layouts, payloads, last_seen, first)
         self._uploads[session.worker, place] = upload
@@ -126,7 +126,7 @@ class Uploads(ABC):
             self._complete(session, upload, place)
 
     def _refuse(self, session: Session, reason: str, kind: str = "") -> None:
-        """Tell a worker that the server does not take what the worker has sent."""
+        """Send a worker REFUSED, with a reason, for its last message."""
         if kind:
             self._host.status.count_refusal(kind)
         self._send(session.peer, Message(Kind.REFUSED, meta={"reason": reason}))
@@ -136,7 +136,7 @@ class Uploads(ABC):
         flats, payloads = [], upload.payloads[::-1]
         upload.payloads = []
         if not upload.garbage:
-            # A payload is given back as soon as it is decoded: beside the model there is one piece.
+            # Give each payload back as soon as it is decoded, to save memory.
             for layout in upload.layouts:
                 flats.append(decode(payloads[-1][:], layout))
                 self._host.memory.give_back([payloads.pop()])
@@ -160,7 +160,7 @@ class Receiver(Uploads):
 
     @property
     def is_anyone_waiting(self) -> bool:
-        """An update waits for memory, and not for the end of a bar."""
+        """Whether an update waits for memory whose worker is not barred at present."""
         sessions = [self.state.sessions.of(worker) for worker in self._queue]
         now = time.monotonic()
         return any(session is not None and now >= session.barred_until for session in sessions)
@@ -171,7 +171,7 @@ class Receiver(Uploads):
         self._queue.pop(worker, None)
 
     def drop_stalled(self, now: float) -> list[str]:
-        """Free the memory of stalled uploads; their workers wait if others want the memory."""
+        """Drop stalled uploads; if others wait for memory, bar their workers for a while."""
         stalled = super().drop_stalled(now)
         for session in map(self.state.sessions.of, stalled):
             if session is not None and self.is_anyone_waiting:
@@ -335,25 +335,25 @@ class Receiver(Uploads):
 
 
 def _model_of(session: Session) -> tuple[list[int], int, list[int] | None]:
-    """Return what tells a worker's model from another worker's."""
+    """Return the values that are equal for two workers with the same model."""
     return session.sizes, session.layout, session.unexchanged
 
 
 _FP32 = WireFormat("fp32")
-# While memory is short, a download longer than this is ended, at most this many times a worker.
+# While memory is short, a download is ended after so many seconds, at most so often for a worker.
 PATIENCE_S, MAX_EVICTIONS = 30.0, 2
 # Seconds that a new reader waits for readers of an older version to end. While an older version is
 # read, the server computes the newer one anew for each reader.
 TURN_S = 0.1
-# A reader that asks for nothing this long is ended too, if others wait, at most as many times.
+# If others wait, a download is also ended after so many seconds without a new request.
 PAUSE_S = 3.0
-# A reader that has asked for none of an older version within its patience waits so many times as
-# long before it is told to begin anew; its patience is doubled, since its answers may travel long.
+# A worker that has not begun to fetch an older version within ``Session.patience_s`` must wait this
+# many times as long before it gets another. Its patience is doubled, as its link may be slow.
 _WAITS = 4.0
 
 
 class Sender:
-    """Let workers fetch the version that their next round starts from.
+    """Lets workers fetch the version from which their next round starts.
 
     Args:
         state: The server's state.
@@ -377,7 +377,7 @@ class Sender:
         is_other, session.follows = session.follows != follows, follows
         if session.held is not None:
             if is_other:
-                # Another question is no progress: the reader keeps its place and its times.
+                # Asking in another way is no progress, so the worker's times go on.
                 kept = session.is_reading, session.held_at, session.furthest
                 session.hold(coordinator, session.steps)
                 session.is_reading, session.held_at, session.furthest = kept
@@ -520,7 +520,7 @@ class Sender:
         holders = [session for session in self.state.sessions.all() if session.held is not None]
         is_full = any(not session.is_reading for session in holders)
         for session in holders:
-            # A question without end is no progress of a reader.
+            # For a reader, only requests for new runs are progress; repeated questions are not.
             seen_at = session.read_at if session.is_reading else session.seen_at
             silent_s = now - max(seen_at, session.held_at)
             is_in_the_way = is_memory_short or (is_full and session.is_reading)

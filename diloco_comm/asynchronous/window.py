@@ -1,4 +1,4 @@
-"""A window of runs: the receiver asks for a limited number of bytes ahead, and again after a loss.
+"""A window of runs: the receiver asks for a limited number of bytes at a time, again after a loss.
 
 A *run* is a range of a fragment's elements that travels as a whole, see ``layout_of``.
 """
@@ -16,10 +16,10 @@ from torch import Tensor
 from ..ops.wire import Layout
 from .messages import MAX_BATCH, MAX_BODY, Kind, Message
 
-# Bytes of runs in one request, and bytes on their way at most.
+# Bytes of runs in one request, and the most bytes that are asked for and have not arrived.
 BATCH_BYTES, WINDOW_BYTES = MAX_BATCH, 2 * MAX_BATCH
-# Fragments whose runs are on their way at most. Each small fragment takes a message of its own, and
-# a server's socket holds a limited number of messages for a peer.
+# Runs of at most so many fragments are asked for at a time. Each small fragment takes a message of
+# its own, and a server's socket holds a limited number of messages for a peer.
 WINDOW_FRAGMENTS = 32
 
 
@@ -37,8 +37,9 @@ class Window:
     Args:
         wanted: Runs in the order in which they are asked for.
         size_of: Returns the bytes of a run.
-        batch_bytes: Bytes asked for at a time; a single run may be larger.
-        window_bytes: Bytes on their way at most; a single run may be larger.
+        batch_bytes: The most bytes of one request; a single run may be larger.
+        window_bytes: The most bytes that are asked for and have not arrived; a single run may be
+            larger.
 
     Attributes:
         window_bytes: As above; it may be changed.
@@ -63,7 +64,7 @@ class Window:
 
     @property
     def is_empty(self) -> bool:
-        """Every run has arrived."""
+        """Whether every run has arrived."""
         return not self._wanted and not self.asked
 
     def ask(self) -> list[tuple[Position, int]]:
@@ -74,7 +75,7 @@ class Window:
         return requests
 
     def _has_room(self) -> bool:
-        # Wait for room for a whole batch: fewer requests.
+        # Wait until a whole batch has room, which makes fewer requests.
         needed = max(self._batch_bytes, self._size_of(self._wanted[-1]))
         fits = self._asked_bytes + needed <= self.window_bytes
         return not self.asked or (fits and len(self._num_asked) < WINDOW_FRAGMENTS)
@@ -139,12 +140,12 @@ def view_of_runs(data: Tensor, layout: Layout, run: int, count: int = 1) -> memo
 
 
 class Fetcher(ABC):
-    """Fetch runs of a server, and put them in their places.
+    """Fetches runs from a server, and stores them in their places.
 
     Args:
-        send: Sends a message to the server. A lost message does no harm: missing runs are asked for
+        send: Sends a message to the server. A message may be lost, as missing runs are asked for
             again.
-        layouts: Where the runs of each fragment lie.
+        layouts: The layout of each fragment.
         first: Number of the first fragment in messages.
 
     Attributes:
@@ -162,7 +163,7 @@ class Fetcher(ABC):
 
     @abstractmethod
     def _view(self, position: Position) -> memoryview:
-        """Return the place of a run's bytes."""
+        """Return the memory into which a run's bytes are stored."""
 
     def _size_of(self, position: Position) -> int:
         return self.layouts[position.fragment].run_bytes

@@ -28,7 +28,7 @@ from .local import Attachment, LocalModel, WorkerPiece, beside_layout
 
 logger = logger_of(__name__)
 
-# The choices of the groups of options that a worker has, and their defaults.
+# The options inside ``wire=``, ``link=`` and ``nonfinite=`` that a worker has, with defaults.
 _CHOICES = {
     "wire": "int8",
     "block_size": None,
@@ -46,9 +46,9 @@ class RoundMetrics:
 
     Attributes:
         seq: Number of the update.
-        started_from: Version of the shared model that the round started from.
+        started_from: Version of the shared model from which the round started.
         version: Version of the shared model after the update.
-        staleness: Versions made between the two by other updates; -1 if the update was refused.
+        staleness: Versions that other updates made meanwhile; -1 if the update was refused.
         refusal, reason: Why the server refused the update; "" if it was applied.
         steps: Inner steps of the round.
         train_s, encode_s, push_s, pull_s: Seconds of the round's stages.
@@ -252,7 +252,7 @@ class AsyncDiLoCo(Attachment):
             raise
 
     def _go_back(self, version: int) -> None:
-        """Forget the versions after this one, which a restarted server has lost."""
+        """Forget versions later than this one, as a restarted server has lost them."""
         self.version = min(self.version, version)
         self._follower.lose()
         self._follower.own = None
@@ -260,7 +260,7 @@ class AsyncDiLoCo(Attachment):
     def _exchange(self) -> None:
         times = [time.monotonic()]
         if not self._is_encoded:
-            # From here on the update is fixed: after a failure the same bytes are sent again.
+            # From now on the update does not change: after a failure the same bytes are sent again.
             self._trained = (self.round_step, times[0] - self._began_at)
             self._follower.own = None
             self._local.rename(self.name)
@@ -301,7 +301,7 @@ class AsyncDiLoCo(Attachment):
         return outcome
 
     def _drop(self) -> None:
-        """Raise, or drop the round: values that are not finite are never sent."""
+        """Raise, or drop the round, as its values are not finite."""
         if self.on_nonfinite == "raise":
             raise NonFiniteError(
                 f"worker {self.name}: the parameters of round {self.seq + 1} are not finite; "
@@ -355,5 +355,5 @@ class AsyncDiLoCo(Attachment):
         self._link.close()
 
     def _may_share(self) -> bool:
-        # An update that no server has taken would make the end of the block wait once more.
+        # If an update has not been taken by the server, another try could block for ``timeout``.
         return not self._is_encoded

@@ -1,4 +1,4 @@
-"""The driver of an elastic replica: its number, its launcher's folder, and its happenings."""
+"""The driver of an elastic replica: adds the replica's number, its state folder and its events."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ _open: weakref.WeakSet[Driver] = weakref.WeakSet()
 
 
 class Driver(group.Driver):
-    """Carry out the decisions of the core for one replica.
+    """Carry out the decisions of the core for one replica of an elastic group.
 
     Args:
+        table, state, signs, period_s, shown: As for ``group.driver.Driver``.
         say: Called with each ``Happening``, on the driver's thread.
-        registry_id: Of the registry, for the launcher's folder.
-        chooses_number: The number in ``state`` is a guess: take another if it is taken.
-        folder: Of the launcher, in which this process notes its number and may be asked to leave.
+        registry_id: The registry's id, to be noted in ``folder``.
+        chooses_number: The replica number in ``state`` is a guess: if another process has it, take
+            a free one.
+        folder: The launcher's state folder, where this process notes its number, and where it may
+            be asked to leave; None without a launcher.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Driver(group.Driver):
         super().close(patience_s)
 
     def donors(self) -> dict[str, str]:
-        """Return where the living members serve that hold the state, by the name of each."""
+        """Return the addresses of the living members that serve the outer state, by their names."""
         state = self.state
         record = state.record or state.in_table
         members = () if record is None else record.members
@@ -110,7 +113,7 @@ class Driver(group.Driver):
         super()._poll()
 
     def _way_out(self) -> str:
-        """Say when a replica leaves that was asked to, by a signal or by its launcher."""
+        """Return the end of the log line that says when this replica leaves, as it was asked to."""
         if self.loss is None:
             return "leaves at its next boundary"
         own = "its own" if self.loss.is_other else "the"
@@ -148,7 +151,7 @@ class Driver(group.Driver):
         )
 
     def _note(self, write: Callable[[StateFolder], None]) -> None:
-        """Write into the launcher's folder; a full disk there must not end the membership."""
+        """Write into the launcher's folder; an error there, as of a full disk, is only logged."""
         if self._folder is not None:
             try:
                 write(self._folder)
@@ -163,11 +166,11 @@ class Driver(group.Driver):
 
 
 class NumberChoice:
-    """Find a number that no other process has.
+    """Finds a replica number that no other process has.
 
     Args:
-        before: Number and nonce of the process before this one of the same replica, whose number
-            is free again; None if there was none.
+        before: The former process of this replica, as the state folder notes it. It has ended, so
+            its number is free again. None if there was none.
     """
 
     def __init__(self, before: Key | None) -> None:
@@ -197,8 +200,8 @@ class NumberChoice:
         return lowest_free({*taken, *(one.key.number for one in others)})
 
     def _forget_before_if_alive(self, beats: Sequence[Beat]) -> None:
-        """Leave the process before its number if that process still beats."""
-        # The last beat of a process that has ended says so.
+        """Treat the former process as another replica if it still beats."""
+        # A process that has ended beats no more, or its last beat says that it has gone.
         counters = [one.counter for one in beats if one.key == self._before and not one.is_gone]
         if self._before is not None and counters and 0 <= self._beat_before < counters[0]:
             logger.warning(

@@ -1,4 +1,4 @@
-"""Events of a replica in an elastic group, and the sums since its construction."""
+"""The events for ``Elastic(on_event=)``, and the times that ``DiLoCo.elastic_totals()`` returns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ class ViewChanged:
 
     Attributes:
         number: The view's number.
-        members, joined, left: Replicas.
-        reason: One sentence.
+        members, joined, left: Numbers of the replicas in this view, of those among them that are
+            new, and of the members of the view before that are gone.
+        reason: Why the view has changed, in one clause.
         seconds: Seconds in which this replica did not train because of the change.
         inner_step: The step from which all members go on.
         copied_bytes: Bytes of state that newcomers were given while all members waited.
@@ -36,7 +37,7 @@ class ViewChanged:
 
 @dataclass(frozen=True)
 class Suspected:
-    """Replicas that are silent."""
+    """The members ``replicas`` have been silent for so long that they may be dead."""
 
     replicas: tuple[int, ...]
 
@@ -46,7 +47,7 @@ class Suspected:
 
 @dataclass(frozen=True)
 class Waiting:
-    """This replica waits; ``reason`` is empty when the wait is over."""
+    """This replica waits, for what ``reason`` says; "" when the wait is over."""
 
     reason: str
 
@@ -56,7 +57,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Fenced:
-    """The others go on without this replica."""
+    """The others go on without this replica, for this reason."""
 
     reason: str
 
@@ -71,8 +72,8 @@ class JoinProgress:
     Attributes:
         received_bytes: Bytes of outer state and of logged rounds.
         total_bytes: Bytes of the outer state.
-        rounds_behind: Rounds by which the copy lags; -1 while parts of the state are missing.
-        is_ready: This replica asks to be let in.
+        rounds_behind: Rounds by which the copy lags; -1 while a part of the state is missing.
+        is_ready: The copy is nearly up to date, and this replica asks to be let in.
     """
 
     received_bytes: int
@@ -94,15 +95,16 @@ Happening = ViewChanged | Suspected | JoinProgress | Waiting | Fenced
 
 @dataclass(frozen=True)
 class ElasticTotals:
-    """Sums over all changes of the group, as this replica has lived them.
+    """Sums over all changes of the group since this replica's ``DiLoCo`` was constructed.
 
     Attributes:
         elapsed_s: Seconds since ``DiLoCo`` was constructed.
-        joining_s: Seconds from there to the first view of this replica.
+        joining_s: Seconds from the construction to the first view of this replica.
         forming_s: Seconds without training because of later changes. They begin with the training
             step in which a round broke off, so that the wait for a lost replica counts.
-        waiting_s: Seconds of these two in which this replica waited for enough replicas, for the
-            registry, or for a member to stop; what a running wait has taken so far counts.
+        waiting_s: Seconds of ``joining_s`` and ``forming_s`` in which this replica waited for
+            enough replicas, for the registry, or for a member to stop. A wait that goes on counts
+            with its seconds so far.
         num_views: Views in which this replica has trained.
         rounds_discarded: Rounds of one fragment that this replica had sent and that count for no
             replica. A survivor shares what it learned in such a round with its next send.
@@ -117,9 +119,9 @@ class ElasticTotals:
 
     @property
     def goodput(self) -> float:
-        """Part of the time since the first view in which changes did not stop the training.
+        """The share, from 0 to 1, of the time since the first view that changes left for training.
 
-        From 0 to 1; 0 before the first view.
+        0 before the first view.
         """
         trained = self.elapsed_s - self.joining_s
         if not self.num_views or trained <= 0:
@@ -128,7 +130,7 @@ class ElasticTotals:
 
 
 class Meter:
-    """Take the times of one replica; ``now`` is in seconds, of one clock that never goes back."""
+    """Measures the times of one replica; each ``now`` is in seconds of one monotonic clock."""
 
     def __init__(self, now: float) -> None:
         self._begin = now

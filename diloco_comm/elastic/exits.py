@@ -1,4 +1,4 @@
-"""Why the training of a process has ended, and the exit status that tells its launcher."""
+"""How a process ends: the exit status that tells its launcher why, and SIGTERM as a wish."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 from ..base.errors import LeftBehind, ReplicaMismatch, RunEnded, SyncError
 from .state_folder import StateFolder
 
-# All steps are taken, by this process or before it came.
+# The exit statuses. All steps of the run are taken, by this process or before it came.
 DONE = 0
 # Too few replicas, or no answer of the registry, for ``quorum_wait`` seconds.
 UNAVAILABLE = 69
@@ -27,19 +27,20 @@ MISFIT = 78
 # The replica has left, as it was asked to.
 LEFT = 143
 
-# Stages of a SyncError for which waiting was in vain.
+# A SyncError of these stages says that this process has waited in vain.
 _WAITED = ("quorum", "registry")
 LEFT_STAGE = "left"
-# Seconds in which a launcher that was told to end asks its workers to leave.
+# A launcher that gets SIGTERM writes its wish into the state folder within so many seconds.
 _LAUNCHER_S = 2.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Why the driver takes no further part.
+    """Why this process takes no further part in its group.
 
     Attributes:
         kind: "fenced", "refused", "over", "drained" or "failed".
+        reason: One sentence for people.
     """
 
     kind: str
@@ -89,7 +90,7 @@ def end_with_status(*, has_launcher: bool = True) -> None:
 
 
 def _advise(error: BaseException | None) -> None:
-    """Say once why a program that was asked to leave may have failed; ``error`` ended it."""
+    """Print once why ``error`` may have ended a program that SIGTERM had asked to leave."""
     global _is_advised
     if error is None or not _is_asked or _is_advised or status_of(error) is not None:
         return
@@ -103,7 +104,9 @@ def _advise(error: BaseException | None) -> None:
 
 
 def _advise_at_end(earlier: BaseException | None) -> None:
-    """Advise where ``sys.excepthook`` was broken off, as by torch's handler of SIGCHLD.
+    """Print that advice at exit, if ``sys.excepthook`` was interrupted before it could.
+
+    Torch's handler of SIGCHLD may interrupt it.
 
     Args:
         earlier: ``sys.last_value`` when the replica was asked to leave.
@@ -128,13 +131,15 @@ def is_asked_to_leave() -> bool:
 def heed_sigterm(group: object, folder: StateFolder | None, *, has_mates: bool) -> None:
     """Let the first SIGTERM ask this replica to leave, and the second one end the process.
 
-    A handler of the program's own stays. Only the main thread can do this.
+    If the program has a handler of its own, that handler stays. In a thread other than the main
+    one, this function does nothing.
 
     Args:
-        group: Heeds the signal until ``forget_sigterm``.
-        folder: The launcher's, or None without one.
-        has_mates: The replica has further workers. torchrun ends them by SIGTERM when one has
-            failed, so that only the launcher's wish counts; without a launcher nothing changes.
+        group: The group that leaves at the signal, until ``forget_sigterm(group)``.
+        folder: The launcher's state folder; None without a launcher.
+        has_mates: The replica has further workers. torchrun sends them SIGTERM when one has
+            failed, so the signal counts only if the launcher's wish is in ``folder``; without a
+            launcher this function does nothing.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or (has_mates and folder is None):
@@ -162,7 +167,7 @@ def _handle_sigterm(folder: StateFolder | None, *, has_mates: bool) -> None:
         _is_asked = True
         atexit.register(_advise_at_end, getattr(sys, "last_value", None))
         if folder is not None:
-            # The wish outlives this process.
+            # The launcher shall see the wish even if this process dies first.
             with suppress(OSError):
                 folder.ask_to_leave()
 
@@ -183,15 +188,15 @@ def _launcher_asks(folder: StateFolder) -> bool:
 
 # ---------------------------------------------------------------------------- forked children
 
-# The signals that a thread had blocked before it forked.
+# For each thread that forks: the signals that it had blocked before.
 _blocked = threading.local()
 
 
 def _before_fork() -> None:
-    """Let a SIGTERM for the child, such as a worker of a DataLoader, wait until the child can die.
+    """Block SIGTERM during a fork, so that the signal reaches the child once it can end by it.
 
-    Python forgets the signals that a child gets before the fork has returned, because a handler in
-    Python would run only later.
+    Python forgets the signals that a child, such as a worker of a DataLoader, gets before the fork
+    has returned.
     """
     if _is_handled():
         _blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
@@ -205,7 +210,7 @@ def _after_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Let SIGTERM end the child, which is no replica, as if this package were not there."""
+    """Give SIGTERM its default effect in a forked child, which is no replica."""
     global _is_asked
     _is_asked = False
     _heeding.clear()

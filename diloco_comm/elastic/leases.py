@@ -1,4 +1,4 @@
-"""Which samples each replica takes, in a group that changes.
+"""Leases: which samples each replica takes, in a group that changes.
 
 All data are one endless stream: the data epochs, each in an order of its own, one after the other.
 The stream is cut into *leases* of equal length, numbered from 0. A replica takes one lease for each
@@ -6,13 +6,14 @@ inner step. In a view of W members, the member in place r takes as its k-th leas
 ``k * W + r`` among the leases that the view has to give. So no two members of a view ever take the
 same lease, without any message.
 
-When the view changes, the members say how many leases they have taken. The next view begins behind
-all of them. What a member left out, because another one was ahead, is given out again; so are the
-leases that a lost replica had taken and that no outer step holds.
+When the view changes, the members say how many leases they have taken. The next view goes on behind
+the member that is furthest ahead. The leases that slower members would have taken up to there are
+given out again; so are the leases that a lost replica had taken and that are in no outer step.
 
-A change may break off on some members when others have ended it already. So a member first prepares
-the next account and keeps the present one. If a single member has gone on with the next account,
-then all members had prepared it, and those that are left go on with it too.
+Each replica keeps an *account* of its leases for each view. A change of the view may fail on some
+members after others have completed it. So a member first prepares the next account and keeps the
+present one. If a single member has gone on with the next account, then all members had prepared it,
+and the members that are left go on with it, too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 REPEAT, SKIP = "repeat", "skip"
 
-# In place of a view's number: no plan at all, and the plan with which a run begins.
+# These stand in place of a view's number: for no plan at all, and for the first plan of a run.
 NO_PLAN, FIRST_PLAN = -1, 0
 
 
@@ -32,9 +33,9 @@ class Plan:
     """The leases that the members of one view take.
 
     Attributes:
-        members: Numbers of the replicas, in order.
-        first: All leases from this one on are new.
-        again: Older leases, which are given out before the new ones.
+        members: Numbers of the replicas; their order is the order in which they take leases.
+        first: The first lease that no view has given out before.
+        again: Older leases that this view gives out once more, before the new ones.
     """
 
     members: tuple[int, ...]
@@ -53,17 +54,18 @@ class Plan:
 
 @dataclass(frozen=True)
 class Held:
-    """What a member says of its leases when a view ends.
+    """One member's report about its leases when a view ends.
 
     Attributes:
-        drawn: Leases that this member has taken in that view.
-        unapplied: The leases that this member has taken and that no outer step holds, in order.
-        sent: For each fragment the inner step up to which an outer step holds what this member
-            learned, as the next view counts steps; () for a newcomer.
-        sends: For each fragment the inner step of this member's last send, as the present view
+        drawn: How many leases this member has taken in that view.
+        unapplied: The leases that this member has trained with, but whose result is in no outer
+            step yet, in the order in which it took them.
+        sent: For each fragment, the inner step up to which this member's training is in an outer
+            step, as the next view counts steps; () for a newcomer.
+        sends: For each fragment, the inner step of this member's last send, as the present view
             counts steps; () for a newcomer.
-        has_sent: For each fragment whether this member has sent it since the present view began:
-            also at the very step at which the view began, where a broken round is sent again.
+        has_sent: For each fragment, whether this member has sent it since the present view began.
+            A broken round that is sent again at the first step of the view counts.
     """
 
     drawn: int = 0
@@ -86,12 +88,12 @@ class Held:
 def next_plan(
     plan: Plan, held: Mapping[int, Held], members: Sequence[int], lost: Sequence[int]
 ) -> Plan:
-    """Return what the next view has to give.
+    """Return the plan of the view that follows the view of ``plan``.
 
     Args:
-        held: What the members of ``plan`` say that are still there, by number.
-        members: Of the next view.
-        lost: Leases of lost replicas that are to be given out again, if ``plan`` has given them.
+        held: The reports of the members of ``plan`` that are still there, by replica number.
+        members: The members of the next view.
+        lost: Leases that lost replicas had taken, and that are to be given out again.
     """
     most = max([one.drawn for one in held.values()], default=0)
     end = most * len(plan.members)
@@ -106,18 +108,20 @@ def next_plan(
 
 @dataclass(frozen=True)
 class Account:
-    """What one replica knows of the leases of one view; ``taken`` grows with each lease.
+    """The leases of one view, as one replica knows them.
 
     Attributes:
         view: Number of the view whose members have agreed on ``plan``, or FIRST_PLAN.
+        plan: The leases that the view gives out.
         step: Inner step at which the view began.
-        known: What every member said at that step.
-        taken: By this replica, in order, from the first one that no outer step held at that step.
+        known: The report of every member at that step.
+        taken: The leases that this replica has taken, in order; grows with each lease. The list
+            begins with the leases that were unapplied when the view began.
         num_old: How many of ``taken`` this replica had taken before the view.
         used: How many of ``taken`` had been used for an inner step when the view began.
-        set_back: Inner steps by which changes that broke off have set this replica back.
-        sends: For each fragment the inner step of this replica's last send before the view; () if
-            the replica has sent nothing then.
+        set_back: Inner steps by which failed changes of the view have set this replica back.
+        sends: For each fragment, the inner step of this replica's last send before the view; () if
+            there was none.
     """
 
     view: int
@@ -132,40 +136,40 @@ class Account:
 
     @property
     def drawn(self) -> int:
-        """How many leases this replica has taken in the view."""
+        """The number of leases that this replica has taken in the view."""
         return len(self.taken) - self.num_old
 
     def num_used(self, inner_step: int) -> int:
-        """Return how many of ``taken`` were used for an inner step by now."""
+        """Return how many of ``taken`` have been used for inner steps up to ``inner_step``."""
         return min(len(self.taken), self.used + inner_step + self.set_back - self.step)
 
     def held(self, inner_step: int, sent: Sequence[int]) -> Held:
-        """Return what this replica says of itself when the view ends.
+        """Return this replica's report for the end of the view.
 
         Args:
-            inner_step: With which the next view begins.
-            sent: For each fragment the inner step up to which outer steps hold what was learned.
+            inner_step: The inner step with which the next view begins.
+            sent: For each fragment, the inner step up to which the training is in outer steps.
         """
         used = self.num_used(inner_step)
         sends = tuple(one + self.set_back for one in sent)
         before = self.sends or (self.step,) * len(sends)
         has_sent = tuple(one > old for one, old in zip(sends, before, strict=True))
-        # Before the first of ``taken`` there is nothing of this replica that could be unapplied.
+        # All leases before the first of ``taken`` are applied, so no fragment lags behind that one.
         sent = tuple(max(one, inner_step - used) for one in sent)
         unapplied = max(0, inner_step - min(sent, default=inner_step))
         return Held(self.drawn, tuple(self.taken[used - unapplied :]), sent, sends, has_sent)
 
     def num_applied(self, replica: int, held: Mapping[int, Held]) -> int:
-        """Return how many leases of another member outer steps hold, since the view began.
+        """Return how many leases of a lost member have come into outer steps since the view began.
 
-        Only what all members know counts, so that they all find the same number.
+        The number follows from the reports alone, so that all members find the same one.
 
         Args:
-            replica: A member that is gone.
-            held: What the members say that are still there.
+            replica: The number of the lost member.
+            held: The reports of the members that are still there.
         """
-        # Where a round travels during inner steps, a member may have sent it and another not yet.
-        # A round that some member has not sent is in no outer step.
+        # With overlap, one member may have sent a round that another has yet to send. A round that
+        # some member has not sent is in no outer step.
         sends = [min(each) for each in zip(*(one.sends for one in held.values()), strict=True)]
         have_sent = [all(each) for each in zip(*(m.has_sent for m in held.values()), strict=True)]
         begun = self.begun(replica).sent or (self.step,) * len(sends)
@@ -176,24 +180,21 @@ class Account:
         return min(now, default=0) - min(begun, default=0)
 
     def begun(self, replica: int) -> Held:
-        """Return a member's words about its leases at the change that began this view.
-
-        The words are an empty ``Held`` if that member said nothing then.
-        """
+        """Return a member's report at the begin of this view; an empty ``Held`` if it gave none."""
         return self.known.get(replica, Held())
 
 
 class Book:
-    """The leases of all replicas, as one replica keeps account of them.
+    """One replica's accounts of the leases: of the present view, and of a view that may follow.
 
     Args:
         replica: Number of this replica.
         lost: "repeat" to give the unapplied leases of lost replicas out again, "skip" to drop them.
-        account: To begin with.
+        account: The first account.
 
     Attributes:
-        account: Of the present view.
-        prepared: Of the view of the last change, as long as this replica has not seen its end.
+        account: The account of the present view.
+        prepared: The account of the next view while the change to it goes on; else None.
     """
 
     def __init__(self, replica: int, lost: str, account: Account) -> None:
@@ -202,7 +203,7 @@ class Book:
         self.prepared: Account | None = None
 
     def draw(self) -> int:
-        """Take the next lease."""
+        """Take this replica's next lease, and return its number."""
         account = self.account
         lease = account.plan.lease(self.replica, account.drawn)
         account.taken.append(lease)
@@ -215,7 +216,7 @@ class Book:
         self.account = replace(self.account, set_back=self.account.set_back + steps)
 
     def held(self, inner_step: int, sent: Sequence[int]) -> dict[int, Held]:
-        """Return what this replica says of itself, for each account that it may go on from.
+        """Return this replica's reports by view: of the present account and of the prepared one.
 
         Args:
             inner_step, sent: See ``Account.held``.
@@ -234,9 +235,9 @@ class Book:
 
         Args:
             view: Number of the next view.
-            held: What the members that are still there say of the present account.
-            members: Of the next view.
-            inner_step: With which the next view begins.
+            held: The reports of the members that are still there, about the present account.
+            members: The members of the next view.
+            inner_step: The inner step with which the next view begins.
         """
         old, own = self.account, held[self.replica]
         plan = next_plan(old.plan, held, members, self._lost_leases(held))
@@ -254,7 +255,7 @@ class Book:
         return plan
 
     def _lost_leases(self, held: Mapping[int, Held]) -> list[int]:
-        """Return what replicas that are gone had taken and no outer step holds."""
+        """Return the leases that lost replicas had taken, and whose result is in no outer step."""
         if self.lost == SKIP:
             return []
         account = self.account
@@ -267,17 +268,17 @@ class Book:
         return found
 
     def go_on(self, view: int) -> None:
-        """Go on with the account of this view; do nothing if that is the present one."""
+        """Make the account of this view the present one, unless it is; forget a prepared one."""
         if self.account.view != view:
             assert self.prepared is not None and self.prepared.view == view
-            # Whatever breaks in, the book has one of the two accounts.
+            # One assignment: if a signal interrupts here, the book has one of the two accounts.
             self.account = self.prepared
         self.prepared = None
 
     def saved(self, inner_step: int) -> Plan:
-        """Return the plan for a training that goes on from this inner step.
+        """Return the plan to save in a checkpoint of this inner step, from which a run goes on.
 
-        All members are taken to have used as many leases as this one.
+        The plan assumes that all members have used as many leases as this one.
         """
         account = self.account
         unused = len(account.taken) - account.num_used(inner_step)
@@ -287,5 +288,5 @@ class Book:
 
 
 def known_of(held: Mapping[int, Held], members: Sequence[int]) -> dict[int, Held]:
-    """Return what is known of each member of a view when the view begins."""
+    """Return the report of each member of a view at its begin: an empty one for a newcomer."""
     return {replica: held.get(replica, Held()) for replica in members}

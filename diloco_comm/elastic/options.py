@@ -1,4 +1,4 @@
-"""What a user chooses about a membership that changes by itself."""
+"""``Elastic``: the options of a group whose members come and go, and its stores for gloo."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 # Seconds between two beats.
 PERIOD_S = 0.5
-# Seconds in which a store that all members share answers, when nobody needs the answer to go on.
+# Seconds to wait for a shared store where its answer is not needed to train on, as for tidying up.
 _ANSWER_S = 5.0
-# Id of the registry in which this process was in a view, by address and run.
+# Id of the registry at which this process has been in a view, by the registry's address and run.
 _registries: dict[tuple[str, str], str] = {}
 
 
@@ -63,25 +63,25 @@ class Elastic:
             Default: the environment variable ``DILOCO_COMM_REGISTRY``, which ``diloco-comm launch``
             sets; the same for ``run``, ``key`` and ``insecure``.
         run: Name of the training run ("default"); several runs may share a registry.
-        min_replicas: Fewer do not train; they wait for more.
+        min_replicas: Fewer replicas than this do not train; they wait for more.
         total_steps: Inner steps of the run, the same on all replicas. The step that reaches them
-            also shares what is left, as ``flush`` does, and ``DiLoCo.is_done`` is true then; a
-            replica that joins late ends with the others. Default: the loop ends where it likes.
+            also shares the training that was not sent yet, as ``flush`` does, and
+            ``DiLoCo.is_done`` is true then; a replica that joins late ends with the others.
+            Default: the training loop decides when it ends.
         replica: This replica's number, which no other process may have. Default: the environment
             variable ``DILOCO_COMM_REPLICA``; without it, under ``diloco-comm launch`` the number
             of the process before; else the lowest number that is free.
-        suspect_after: Seconds without a beat after which the others do not wait for a replica, if
-            its link is silent, too.
+        suspect_after: Seconds after which the others give up a replica that sends no beat, and
+            nothing over its link.
         busy_after: Seconds for which the others wait for a replica that lives, as its link says,
-            and takes no part in rounds: it evaluates, or its Python code is held up, for instance
-            by a data loader that hangs. A longer ``suspect_after`` counts for it, too.
+            but takes no part in rounds: it evaluates, or its Python code is held up, for instance
+            by a data loader that hangs. At least ``suspect_after`` counts.
         quorum_wait: Seconds to wait for enough replicas, or for an answer of the registry, before a
             SyncError; None: for ever.
-        founding_wait: Seconds for which those that begin a run wait for more to come. After all
-            replicas have died, those that come again wait for the rest for ``suspect_after``
-            seconds, if that is longer.
-        rollback: Begin anew where all members of the run have died, or at another registry than
-            before, though an outer step that they applied is lost.
+        founding_wait: Seconds for which the first replicas of a run wait for more to come. After
+            all replicas have died, the first that come again wait at least ``suspect_after``.
+        rollback: Let this replica begin the run anew where all members have died, or at another
+            registry than before, although outer steps that they applied are lost.
         host: With ``link="gloo"``: address of this host for the other members; default: that of the
             interface which leads to the registry. ``Link("tcp")``, the default, has ``listen`` and
             ``advertise`` for that.
@@ -89,7 +89,7 @@ class Elastic:
             store``, at which the members connect; equal on all replicas. Default: each replica
             hosts a store for the others, at a free port. ``Link("tcp")`` needs no store.
         round_log_bytes: Most bytes of host memory for the payloads of the latest rounds, from which
-            a replica that joins brings its copy of the state forward; default: 8 for each
+            a replica that joins brings its copy of the state forward. Default: 8 bytes for each
             parameter, and at least two rounds of two replicas. 0: replicas copy the state while the
             others wait.
         checkpoint: A ``state_dict()`` of an earlier process of this run. A replica that joins takes
@@ -103,10 +103,10 @@ class Elastic:
             all replicas wait while it travels. Equal on all replicas, which then need inner
             optimizers of one class. A state of other than tensors and numbers is not given, and the
             log says so. Default: a replica that joins begins with a fresh state.
-        key, insecure: Of the connection to the registry; see ``registry.connect``.
+        key, insecure: How to secure the connection to the registry; see ``registry.connect``.
         on_event: Called with each ``Happening``: ``ViewChanged`` and ``JoinProgress`` on the thread
-            that trains or constructs DiLoCo, the others on the one that beats. Must return soon,
-            and must not call DiLoCo; its errors are logged.
+            that trains or constructs DiLoCo, the others on the driver's thread. The function must
+            return soon, and must not call DiLoCo; its errors are logged.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -183,7 +183,7 @@ class Elastic:
         self.insecure = env.is_insecure() if self.insecure is None else self.insecure
 
     def connect(self) -> Registry:
-        """Connect to the registry; wait for ``quorum_wait`` until it answers.
+        """Connect to the registry; wait up to ``quorum_wait`` seconds until it answers.
 
         Raises:
             ReplicaMismatch: If another registry answers than before, or one that has lost the run,
@@ -248,7 +248,10 @@ class Elastic:
         return ReplicaMismatch(text, stage="registry")
 
     def _refuse_lost_record(self, folder: StateFolder) -> None:
-        """Refuse to begin a run anew in which this replica has been, and which is forgotten."""
+        """Raise if this replica has been in a view of the run, and the registry has lost the run.
+
+        Beginning the run anew would lose its outer steps without a word.
+        """
         if folder.last_view == NO_RECORD or self.rollback or self.checkpoint is not None:
             return
         raise ReplicaMismatch(
@@ -273,14 +276,14 @@ class Elastic:
         try:
             return self.host or own_interface(self.registry)
         except OSError as error:
-            # The name server may be late: a launcher starts the replica again.
+            # A SyncError, as the name server may just be late: a launcher starts the replica again.
             raise SyncError(str(error), stage="rendezvous") from None
 
     def place(self, timeout_s: float) -> Place:
-        """Open the store at which groups of gloo and devices connect.
+        """Open the store at which the members' gloo groups, or their devices, connect.
 
         Args:
-            timeout_s: Longest wait for a store that the members share.
+            timeout_s: Longest wait for a store that all members share, in seconds.
 
         Raises:
             SyncError: If the store, or the registry's host, has no address or does not answer.
@@ -307,8 +310,9 @@ class Elastic:
         """Return the first state of a process that wants to take part.
 
         Args:
-            shown: What must be equal on all replicas, as JSON types.
-            folder: Of the launcher; it knows the number of the process before.
+            shown: The settings that must be equal on all replicas, as JSON types.
+            folder: The launcher's state folder, which knows the number of the process before; None
+                without a launcher.
             saved_step: Inner step of the checkpoint; -1 without one.
 
         Raises:
@@ -336,7 +340,7 @@ class Elastic:
 
 
 class Place:
-    """The store of this process: its own, or one that all members share.
+    """A store at which members connect: hosted by this process, or shared by all members.
 
     Attributes:
         address: ``tcp://host:port`` of the store.
@@ -346,12 +350,12 @@ class Place:
         self.address = address
         self._store: dist.Store | None = store
         self._run = run
-        # Connects again; None where this process hosts the store.
+        # Connects to the shared store again; None where this process hosts the store.
         self._connect: Callable[[], dist.Store] | None = None
 
     @classmethod
     def hosted(cls, interface: str, run: str) -> Place:
-        """Host a store, for the views whose lowest member this process is.
+        """Host a store; the members of a view use the store of the lowest one.
 
         Args:
             interface: Address or name at which the other members reach this process.
@@ -378,7 +382,9 @@ class Place:
         return place
 
     def tidy(self, attempt: str, *, is_lowest: bool) -> None:
-        """Delete what other attempts have left, when a view has begun; one member of them does.
+        """Delete the keys of other attempts from the store, when a view has begun.
+
+        In a shared store only the lowest member does so.
 
         Args:
             attempt: Name of the attempt that has led to the view.
@@ -390,14 +396,14 @@ class Place:
             if self._store is None:
                 assert self._connect is not None
                 self._store = self._connect()
-            # Older versions of torch do not tell the keys of a store, which then stay there.
+            # Older versions of torch cannot list the keys of a store; then the keys stay there.
             list_keys = getattr(self._store, "list_keys", None)
             for key in () if list_keys is None else list_keys():
                 run, _, rest = key.partition("/")
                 if run == self._run and rest.partition("/")[0] != attempt:
                     self._store.delete_key(key)
         except dist.DistError:
-            # A store that was started again knows nothing. The next view tries again.
+            # The connection may be broken: connect again in the next view.
             self._store = None if self._connect is not None else self._store
 
 
@@ -418,9 +424,9 @@ def _dial(address: str, timeout_s: float) -> dist.Store:
 
 
 def own_interface(registry: object) -> str:
-    """Return the address of the interface that leads from this host to the registry's.
+    """Return the address of this host's network interface that leads to the registry's host.
 
-    Without an address of the registry's (a store of another kind), that is loopback.
+    If the registry is a store without a known address, return the loopback address.
 
     Raises:
         OSError: If the registry's host has no address.

@@ -1,7 +1,7 @@
 """The phases of a replica's training loop in an elastic group, and the table of their transitions.
 
-A *view* is a group of fixed members. When a view ends, the members agree in the next one on a flush
-or a send that broke off in the view before, and all of them repeat it.
+A *view* is a group of fixed members. If a flush or a send has failed because a view ended, the
+members agree on this in the next view, and all of them repeat it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Phase(Enum):
-    """The work of the training loop; the value names the work in a drawing."""
+    """The work of the training loop; the value describes it in ``drawing``."""
 
     JOINING = "joins the group"
     TRAINING = "takes inner steps in a view"
@@ -25,7 +25,7 @@ class Phase(Enum):
 
 
 class Event(Enum):
-    """The end of a phase; the value describes the end in a drawing."""
+    """The reason why a phase ends; the value describes it in ``drawing``."""
 
     VIEW_BEGUN = "a view has begun, and nothing is to be repeated"
     SEND_BROKE_OFF = "a view has begun, and a send is to be repeated"
@@ -71,18 +71,18 @@ class Loop:
     """The phase of one training loop.
 
     Attributes:
-        phase: The present one.
-        before: The phase in which the last view ended.
+        phase: The present phase.
+        before: The phase of this loop when the last view ended.
     """
 
     def __init__(self) -> None:
         self.phase = self.before = Phase.JOINING
 
     def take(self, event: Event) -> None:
-        """Go to the next phase.
+        """Go to the phase that follows the present one after ``event``.
 
         Raises:
-            RuntimeError: The table has no such transition.
+            RuntimeError: If ``TRANSITIONS`` has no phase for this event.
         """
         to = TRANSITIONS[self.phase].get(event)
         if to is None:
@@ -96,7 +96,8 @@ class Loop:
         if self.phase is Phase.FLUSHING:
             self.take(Event.ENDED)
         elif self.phase is Phase.CHANGING:
-            # The program may go on to train: then this member was not in a flush.
+            # The view ended during the flush, which has returned with an error. The program may go
+            # on to train, so this member does not ask for a repetition of the flush.
             self.before = Phase.TRAINING
 
     @property
@@ -106,18 +107,17 @@ class Loop:
 
     @property
     def repeats(self) -> bool:
-        """Whether something is to be repeated in the present view."""
+        """Whether this view repeats a send or a flush that failed in the view before."""
         return self.phase in (Phase.SENDING_AGAIN, Phase.FLUSHING_AGAIN)
 
 
 class Report(NamedTuple):
-    """One member's account of the view that has ended.
+    """One member's report when a view has ended.
 
     Attributes:
         was_flushing: The member was in a flush.
-        has_unsent: The member holds something that was not shared.
-        parts: Indices of the parts that it should have sent at this inner step, and whose rounds
-            are lost.
+        has_unsent: The member has trained since its last send.
+        parts: Indices of the fragments that were due at this inner step, and whose rounds failed.
     """
 
     was_flushing: bool
@@ -126,12 +126,12 @@ class Report(NamedTuple):
 
 
 class Repetition(NamedTuple):
-    """All that broke off when the last view ended, for all members to repeat.
+    """The flush or the sends that failed when the last view ended, for all members to repeat.
 
     Attributes:
         is_of_flush: A member was in a flush.
-        must_flush: A member was in a flush, and a member has something that was not shared.
-        parts: Indices of the parts that are sent again.
+        must_flush: A member was in a flush, and some member has trained since its last send.
+        parts: Indices of the fragments that are sent again.
     """
 
     is_of_flush: bool = False
@@ -140,22 +140,22 @@ class Repetition(NamedTuple):
 
     @classmethod
     def agreed(cls, reports: Sequence[Report], *, has_newcomers: bool) -> Repetition:
-        """Return the same repetition on all members, from the reports of all of them."""
+        """Return the repetition that follows from the reports of all members, equal on all."""
         flushing, has_unsent, parts = zip(*reports, strict=True)
         is_flush = any(flushing)
-        # A newcomer has nothing to send, and takes part from its first whole round on.
+        # No send is repeated with a newcomer, which has nothing to send before its first round.
         is_alike = not (is_flush or has_newcomers) and _are_alike(parts)
         return cls(is_flush, is_flush and any(has_unsent), parts[0] if is_alike else ())
 
     @classmethod
     def of_workers(cls, found: Sequence[Repetition]) -> Repetition:
-        """Return one repetition for all workers of a replica: a round may break off at some."""
+        """Return one repetition for all workers of a replica, as a round may fail at some only."""
         is_of_flush, must_flush, parts = zip(*found, strict=True)
         return cls(any(is_of_flush), any(must_flush), parts[0] if _are_alike(parts) else ())
 
     @property
     def event(self) -> Event:
-        """The event that begins the view in which this is repeated."""
+        """The event with which the next view begins."""
         if self.must_flush:
             return Event.FLUSH_BROKE_OFF
         return Event.SEND_BROKE_OFF if self.parts else Event.VIEW_BEGUN
@@ -166,7 +166,7 @@ def _are_alike(parts: Sequence[Sequence[int]]) -> bool:
 
 
 def drawing() -> str:
-    """Return the table as text: a line for each phase, and one for each way out of it."""
+    """Return ``TRANSITIONS`` as text: a line for each phase, and one for each event there."""
     lines = []
     for phase, ways in TRANSITIONS.items():
         lines.append(f"{phase.name}: {phase.value}")

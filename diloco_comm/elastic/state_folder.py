@@ -1,4 +1,4 @@
-"""What a launcher and the replica that it starts tell each other, in a folder on their host."""
+"""The state folder: files in which a launcher and its replica tell each other about the replica."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ REPLICA_FILE, LEAVE_FILE = "replica.json", "leave"
 
 
 class StateFolder:
-    """A folder with the number of one replica, and with the wish that this replica leaves.
+    """A folder on the host of one replica: its number, and a file that asks it to leave.
 
-    The number outlives the replica's process, so that the next process has the same number. A file
-    tells a replica to leave, because a file reaches the replica whatever becomes of signals.
+    The number stays when the replica's process ends, so that the next process has the same number.
+    The wish to leave is a file, because a signal may not reach the replica.
 
     Raises:
         OSError: If the folder cannot be made.
@@ -28,7 +28,7 @@ class StateFolder:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def owner(self) -> str | None:
-        """Return the name of the run whose replica this is; None before the first view."""
+        """Return the name of the run of this folder's replica; None before its first view."""
         return self._read().get("run")
 
     def last_process(self, run: str) -> Key | None:
@@ -49,12 +49,12 @@ class StateFolder:
 
     @property
     def file(self) -> Path:
-        """Where the folder notes what it knows of the replica."""
+        """The JSON file with the replica's number, nonce, run, registry and view."""
         return self.path / REPLICA_FILE
 
     @property
     def registry_id(self) -> str:
-        """The registry of the last process; "" if that process has taken all steps, or is unknown.
+        """Id of the last process's registry; "" if it has taken all steps, or there was none.
 
         Raises:
             ValueError: If the folder is damaged.
@@ -95,7 +95,7 @@ class StateFolder:
         return (self.path / LEAVE_FILE).exists()
 
     def prepare(self) -> None:
-        """Forget what the last process was asked, before the next process starts."""
+        """Forget the wish to leave and the leaving of the last process, before the next starts."""
         (self.path / LEAVE_FILE).unlink(missing_ok=True)
         if values := self._read():
             self._write({**values, "has_left": False})
@@ -115,7 +115,7 @@ class StateFolder:
         )
 
     def _write(self, values: dict[str, Any]) -> None:
-        # Whole or as before, also after a loss of power.
+        # Also after a loss of power, the file has all of the new values or all of the old ones.
         with whole_file("the state of the replica", self.file) as partial:
             partial.write_text(json.dumps(values))
 

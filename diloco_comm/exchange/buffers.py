@@ -15,14 +15,14 @@ from ..ops.wire import Layout, WireFormat, mean_layout, num_phases
 from ..ops.wire_options import check_options
 from .round import Header, Round, Standing, Terms
 
-# Payload sizes up to which a chunk has so many bytes, measured by
+# Pairs: for payloads up to the first number of bytes, a chunk has the second number. Measured by
 # benchmarks/exchange/all_reduce.py --chunk at 100 Mbit/s, at 1 Gbit/s and on a loopback.
 _CHUNKS = ((3 << 20, 3 << 20), (12 << 20, 768 << 10), (24 << 20, 1536 << 10))
 _LARGE_CHUNK = 4 << 20
 _MANY_ELEMENTS = 16 << 20
 _CHUNK_OF_MANY = 8 << 20
-# Elements of a chunk on a wire below four bits. Its payload is short: a chunk by bytes would hold
-# all elements, and encoding, reducing and decoding would come before and after what travels.
+# Elements of a chunk on a wire of less than four bits. Payloads are so short there that one chunk,
+# sized by bytes, could hold all elements. Then no work would overlap with the transfer.
 _ELEMENTS_OF_SHORT = 1 << 20
 _SHORT_BITS = 4
 # On streams a chunk costs a few launches and the link is fast; not measured.
@@ -33,18 +33,19 @@ class ExchangeBuffers:
     """Buffers of one fragment: ``plan`` makes them for a group, whose rounds reuse them.
 
     A round's payloads are free once the round is applied or rejected. After this replica's vote
-    they stay as they are until the other votes, or ``settle``, end the round.
+    they stay unchanged until the other votes, or ``settle``, end the round.
 
     Attributes:
-        device: The fragment's. On a GPU, the engine's own buffers are in page-locked host memory.
-        is_streamed: Its exchanges stay on the device; see ``streams``.
-        layout: How payloads are laid out in the current group.
-        mean_layout: How the payloads of a mean are: as ``layout``, but where owners of runs encode
-            the mean on a wire of its own (``phases``).
-        num_phases: 0 for one rank; 1: all payloads go to all ranks; 2: runs are reduced by their
-            owners, then gathered.
-        residuals: Values that encoding loses. With two phases, the residuals of the reduction have
-            [num_chunks * run_elements]: the runs that this rank owns, in order.
+        device: The fragment's device. For a GPU, the engine's own buffers are in page-locked host
+            memory.
+        is_streamed: The exchanges of this fragment stay on the device; see ``nccl.streams``.
+        layout: The layout of payloads in the current group.
+        mean_layout: The layout of a mean's payloads. It differs from ``layout`` only where the
+            owners of runs encode the mean on another wire (``ops.wire.mean_layout``).
+        num_phases: 0 for one rank; 1: all payloads go to all ranks; 2: the owner of each run
+            reduces it, and the results are gathered.
+        residuals: Rounding errors, which later rounds add. With two phases, the residuals of the
+            reduction have [num_chunks * run_elements]: the runs that this rank owns, in order.
     """
 
     def __init__(
@@ -95,9 +96,10 @@ class ExchangeBuffers:
         window: int,
         impl: str,
     ) -> None:
-        """Lay the fragment out for a group.
+        """Choose layouts and make buffers for a group; the arguments are as for ``Exchange``.
 
-        Residuals of reductions go on if this rank owns the same runs as before, else they are zero.
+        Residuals of reductions are kept if this rank owns the same runs as before; else they are
+        set to zero.
 
         Raises:
             ValueError: If chunk_bytes would make more chunks than an exchange may have.
@@ -106,7 +108,7 @@ class ExchangeBuffers:
         self.num_phases = num_phases(wire, world_size, must_gather=self._must_gather)
         reduces = self.num_phases == 2
         whole = Layout.plan(self.num_elements, world_size, 1, wire)
-        # The mean of short payloads may be longer than these are.
+        # On a sparse wire the mean may be longer than a replica's payload.
         payload = mean_layout(whole, world_size, must_gather=self._must_gather).payload_bytes
         most = -(-self.num_elements // (world_size * wire.block_size))
         chunk_bytes = chunk_bytes or _auto_chunk_bytes(payload, self.num_elements, self.is_streamed)
@@ -115,7 +117,7 @@ class ExchangeBuffers:
         self.layout = Layout.plan(self.num_elements, world_size, num_chunks, wire)
         layout = self.layout
         self.mean_layout = mean_layout(layout, world_size, must_gather=self._must_gather)
-        # Whole payloads need no staging: the link gets all there is.
+        # With one phase, payloads need no staging: all chunks may travel at once.
         window = min(window * lanes, num_chunks) if reduces else num_chunks
         self.window = window
         self.native = _C.Plan(
@@ -139,8 +141,7 @@ class ExchangeBuffers:
         if self._owner == owner:
             return
         self._owner = owner
-        # Where owners encode the mean on another wire than the payloads, the rounding errors of
-        # that encoding are not kept.
+        # If owners encode the mean on another wire, the rounding errors of that are not kept.
         keeps_errors = reduces and not self.reencodes
         self.residuals.plan_reduction(num_chunks * layout.run_elements if keeps_errors else 0)
 
@@ -154,10 +155,11 @@ class ExchangeBuffers:
         return self.mean_layout != self.layout
 
     def open_round(self, header: Header) -> Round:
-        """Choose buffers for a new round that no earlier round still needs.
+        """Return a new round, with buffers that no earlier round still needs.
 
         Raises:
-            RuntimeError: If error feedback would need the verdict of the round before.
+            RuntimeError: If error feedback is on and the round before has not ended: its residual
+                is not known.
         """
         self._sweep()
         is_unsure = self.error_feedback and not self.residuals.carries
@@ -174,7 +176,7 @@ class ExchangeBuffers:
         return Round(header, *layouts, self.num_phases, own, result, self.residuals, rank=self.rank)
 
     def add_round(self, round: Round) -> None:
-        """Take in a round whose payload is encoded, or is being encoded."""
+        """Keep a round, whose encoding has begun, among the rounds of this fragment."""
         self.rounds.append(round)
         self._ended.pop(round.key, None)
         if self.residuals.is_kept:
@@ -183,26 +185,23 @@ class ExchangeBuffers:
     def adopt(
         self, header: Header, layout: Layout, own: Tensor, mean_layout: Layout, terms: Terms
     ) -> None:
-        """Take in a round of a saved state, which is agreed and not applied."""
+        """Keep a round from a checkpoint that was agreed on, and has yet to be applied."""
         lost, payload = self.residuals, Payload(own, own)
         round = Round(header, layout, mean_layout, 0, payload, None, lost, "agreed", terms)
         self.rounds.append(round)
 
     def forget(self) -> None:
-        """Forget all rounds, and the lost values that residuals have yet to add.
-
-        No exchange of these rounds may be under way.
-        """
+        """Forget all rounds, and the residuals; no exchange of these rounds may be under way."""
         self._sweep()
         self.rounds, self._owed = [], []
         self._ended = {}
         self.residuals.forget()
 
     def _sweep(self) -> None:
-        """Take over how exchanges that are done have ended; drop rounds that no replica applies.
+        """Resolve rounds whose exchanges are done, and drop rounds that no replica applies.
 
-        With ``carries`` the payload of a dropped round alone holds what was sent: it stays until
-        ``release``.
+        With ``carries``, the values of a dropped round are in its payload alone, so this payload
+        stays until ``release``.
         """
         for round in self.rounds[:]:
             if round.state == "started" and round.done():
@@ -215,7 +214,7 @@ class ExchangeBuffers:
                     self._owed.append(round)
 
     def release(self, own: Tensor) -> None:
-        """Free the own payload of a dropped round: the residuals have its values now."""
+        """Free ``own``, the payload of a dropped round, as the residuals have its values now."""
         self._sweep()
         self._owed = [round for round in self._owed if round.own.tensor is not own]
 
@@ -253,14 +252,14 @@ class ExchangeBuffers:
         self._spares += [payload for payload in payloads if payload.tensor.numel() in sizes]
 
     def _end(self, round: Round, state: Literal["applied", "rejected"]) -> None:
-        """End a round, and remember how, for replicas that are behind."""
+        """End a round, and remember how it ended, for the next change of the group."""
         if round.state != state:
             round.advance(state)
         if round.header.kind == "all_reduce":
             return
         self._ended.pop(round.key, None)
         self._ended[round.key] = Standing(state, round.epoch)
-        # As many as another replica may be behind.
+        # Another replica is at most so many rounds behind.
         while len(self._ended) > self.num_under_way + 1:
             del self._ended[next(iter(self._ended))]
 
@@ -270,12 +269,13 @@ class ExchangeBuffers:
         return all(round.done() for round in self.rounds)
 
     def standings(self) -> dict[tuple[int, int], Standing]:
-        """Say how far this replica is with its latest rounds; see ``termination``.
+        """Return how far this replica is with its latest rounds, for a change of the group.
 
         No exchange of these rounds may be under way.
 
         Returns:
-            By fragment and number; rounds that are not named have no vote, or ended before.
+            By fragment and number of the round. A round that is missing here has no vote of this
+            replica, or ended long before.
         """
         held = self._held()
         standings = dict(self._ended)
@@ -285,7 +285,7 @@ class ExchangeBuffers:
         return standings
 
     def held(self, fragment: int, number: int) -> Round | None:
-        """Return a round that is not applied, but whose terms are complete, or None."""
+        """Return a round that is agreed or voted and not applied, by its number; else None."""
         return next((r for r in self._held() if r.key == (fragment, number)), None)
 
     def _held(self) -> list[Round]:
@@ -303,7 +303,8 @@ class ExchangeBuffers:
         """
         self._sweep()
         for round in self.rounds:
-            # The next round adds what encoding lost if, and only if, this round is applied.
+            # Residuals were swapped when the round was agreed. Swap them now if it was not and is
+            # applied, and back if it was and is forgotten.
             if (round.state == "agreed") != (round in applied):
                 self.residuals.turn(round.header.round)
             if round in applied:
@@ -343,11 +344,11 @@ def _native(layout: Layout) -> _C.Layout:
 
 
 def _auto_chunk_bytes(payload_bytes: int, num_elements: int, is_streamed: bool) -> int:
-    """Choose the chunk of a payload by a table (benchmarks/exchange/all_reduce.py --chunk).
+    """Return the chunk's bytes for a payload, from measured tables.
 
-    Each message wakes a few threads, which costs fast links time; but with large chunks a slow
-    link idles while the last is reduced, and the ranks' flows crowd each other out. Work on the
-    processors goes by elements, not bytes: many of them make large chunks worth while.
+    Each message wakes a few threads, so small chunks cost time on a fast link. With large chunks a
+    slow link idles while the last one is reduced, and the ranks' flows crowd each other out. The
+    processors' work grows with elements, not bytes: fragments of many elements use large chunks.
     """
     if is_streamed:
         return _STREAM_CHUNK

@@ -1,4 +1,4 @@
-"""The exchange engine alone: a quantised all-reduce of one tensor."""
+"""``all_reduce``: the exchange engine as a quantised all-reduce of one tensor."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_IDLE_BUFFERS = 64
 
 
-# Held for moments, while the dictionaries below or an engine's idle buffers change: never while a
-# peer is waited for. A signal's handler may call shutdown() meanwhile.
+# Held only while ``_engines`` or an engine's idle buffers change, never while waiting for a peer.
+# Reentrant, as a signal's handler may call shutdown() meanwhile.
 _lock = threading.RLock()
 
 
 class _GroupEngine:
-    """The exchange of one process group, and buffers for the sizes seen so far.
+    """The exchange of one process group, and idle buffers for the sizes seen so far.
 
     Attributes:
-        turn: Held by the call that connects or starts an exchange, so that calls are numbered in
+        turn: A lock of the call that connects or starts an exchange, so that calls are numbered in
             the order in which they are started.
+        exchange: None before the first call.
+        idle: Buffers that no call uses, by number of elements, wire and device.
     """
 
     def __init__(self) -> None:
@@ -149,7 +151,7 @@ class AllReduceWork:
             target.copy_(dense)
 
     def sent(self, out: Tensor) -> Tensor:
-        """Write what this rank's values became on the wire into ``out``; before ``wait()``.
+        """Write this rank's values, as the wire has rounded them, into ``out``; before ``wait()``.
 
         Args:
             out: Contiguous, with as many elements as the tensor; fp32, bf16 or fp16.
@@ -220,9 +222,9 @@ def all_reduce(
 ) -> Tensor | AllReduceWork:
     """Average ``tensor`` over the group, weighted; the mean is bit-identical on all ranks.
 
-    The mean replaces ``tensor`` when all ranks have all of it, and not at all after an error. Into
-    an ``out`` it is decoded while the rest arrives, which hides most of the decoding from a caller
-    who can do without what ``out`` held.
+    The mean replaces ``tensor`` once all ranks have all of it; after an error ``tensor`` is
+    unchanged. With an ``out``, the mean is decoded while it arrives, which is faster, but leaves
+    undefined values in ``out`` after an error.
 
     Ranks call this in the same order with the same sizes and options; several calls may be under
     way. The engine, with connections of its own, is made in the first call for a group and lives
@@ -230,24 +232,26 @@ def all_reduce(
 
     Args:
         tensor: fp32, bf16 or fp16, any shape; may differ in dtype between ranks.
-        group: Default: the world.
-        wire: What travels; ``block_size`` elements share a scale.
+        group: The process group; default: all ranks of torch.distributed.
+        wire: The wire format in which values travel; ``block_size`` elements share a scale.
         out: Contiguous, with the shape and device of ``tensor``, fp32, bf16 or fp16; may be
             ``tensor`` itself, which else keeps its values. After an error it is undefined.
-        weight: Not negative; normalised over the ranks.
+        weight: This rank's weight in the mean, not negative; normalised over the ranks.
         async_op: Return a work object; its ``wait()`` writes the mean.
         rounding: "nearest", or "stochastic".
         seed: With the number of the call, the key of stochastic rounding and of random signs.
         lanes: Connections to each peer in each direction. More fill a link of high bandwidth and
             long delay that one TCP connection leaves idle; each costs two process groups.
-        timeout: Of one exchange; that of the first call for a group counts.
+        timeout: Longest time of one exchange, in seconds; the value of the first call for a group
+            holds for all.
 
     Raises:
         TypeError, ValueError: For a tensor or an option that is not one of the above.
         ReplicaMismatch: If the ranks' sizes or options differ; nothing is written.
         SyncError: If the group failed, in this or an earlier call; ``shutdown()`` on all ranks lets
             the next call connect anew.
-        NonFiniteError: If a rank's tensor holds NaN, Inf or values out of range; likewise.
+        NonFiniteError: If a rank's tensor holds NaN, Inf or values out of range; call
+            ``shutdown()`` likewise.
     """
     _check(tensor, is_written=out is None)
     if out is not None:
@@ -274,7 +278,7 @@ def all_reduce(
         header = Header(
             "all_reduce", layout_hash=tensor.numel(), round=engine.num_calls + 1, weight=weight
         )
-        # What was started is counted, also when Ctrl-C comes at that moment.
+        # A Ctrl-C must not fall between the start of the exchange and the count.
         with deferred_interrupts():
             work = _start(
                 exchange,
@@ -334,7 +338,7 @@ def _start(exchange: Exchange, buffers: ExchangeBuffers, **arguments: Any) -> Ro
 
 
 def shutdown(group: dist.ProcessGroup | None = None) -> None:
-    """Close the engines that ``all_reduce`` made for ``group``, or all of them.
+    """Close the engines that ``all_reduce`` made for ``group``; None: for all groups.
 
     Exchanges under way end with a SyncError, and a first call that is about to connect with a
     RuntimeError.
@@ -361,12 +365,12 @@ def _group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements in order are one piece of memory."""
+    """Whether the tensor's elements lie in memory in order and without gaps."""
     return tensor.is_contiguous()
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether elements share memory."""
+    """Whether several elements of the tensor share memory."""
     return any(
         size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )

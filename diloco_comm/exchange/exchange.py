@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 DEFAULT_WINDOW = 2
-# The last applied round of every fragment, or what returns that once the exchanges have ended.
+# The last applied round of every fragment, or a function that returns these numbers; it is called
+# once no exchange is under way any more.
 LastRounds = Mapping[int, int] | Callable[[], Mapping[int, int]]
 _POLL_S = 0.001
 _open: weakref.WeakSet[Exchange] = weakref.WeakSet()
@@ -85,37 +86,38 @@ class Exchange(StreamMember):
         lanes: Data connections to each peer in each direction; each costs two process groups.
         chunk_bytes: Payload bytes of a chunk, equal on all replicas; None chooses by size.
         timeout: Seconds of one exchange, from its turn on the engine thread to its vote.
-        device: The fragments' by default, such as "cuda:0". Only encoded bytes are copied to host
-            memory, where they travel and are averaged.
+        device: The default device of fragments, such as "cuda:0". Only encoded bytes are copied to
+            host memory, where they travel and are averaged.
         impl: Implementation of the operators; "" is the default one.
         name: Distinguishes several exchanges on one store.
         line_name: Equal for the exchanges of a replica's workers, which go on together when the
             group changes; default: ``name``.
-        join: Come to replicas that call ``change_group`` with this one among the members.
+        join: Join replicas that call ``change_group`` with this one among the members.
         window: Chunks under way in each phase and lane, with more than two replicas.
         num_under_way: Rounds of one fragment that may be agreed on and not yet applied.
         collectives: "gloo"; "tcp": everything travels over one port of this process; or "nccl":
             fragments on the device are exchanged there, on streams, and small messages travel over
-            gloo all the same.
+            gloo.
         report_patience: Seconds for which a failed exchange waits for signs of life of the others;
             default: the environment's, 3.
-        join_timeout: Seconds that ``change_group``, and one that joins, wait for members of which
-            nothing is heard; ``timeout`` is for live members, and for the first group. In
-            ``change_group``, and for one that joins, also the seconds in which NCCL must connect
-            the members, 30 at least; a first group has ``timeout`` for that.
-            Default: the environment's, 60.
-        suspect_after: Seconds without a sign of life, or without a way to it, after which a peer
-            that is waited for is given up; default: the environment's, 30.
-        change: Leads the first epoch; None: the agreement, with its table on the store.
+        join_timeout: Seconds for which ``change_group``, and a replica that joins, wait for members
+            of which nothing is heard; for live members, and for the first group, ``timeout``
+            counts. NCCL has as long to connect the members, but at least 30; in a first group,
+            ``timeout``. Default: the environment's, 60.
+        suspect_after: Seconds without a sign of life of a peer, or without a connection to it,
+            after which this replica waits for it no longer; default: the environment's, 30.
+        change: The attempt that leads to the first epoch, from a caller that runs the agreement
+            itself; None: this exchange runs the agreement, with its table on the store.
         listen, advertise, relay, proxy: With "tcp", see ``diloco_comm.Link``.
         link_keys: With "tcp", ``keys`` of ``diloco_comm.Link``.
         link_share: With "tcp", the caller's part in a link, which the caller ends after this
             exchange; default: a link by the choices above.
-        board: Where replicas that wait for each other say at which name; None on a store, which
-            other runs may share.
+        board: A store where replicas write at which name they wait, see ``stores.Names``; None for
+            a user's own store, which other runs may share.
         workers: The workers of this replica, which all call ``change_group``; worker 0 speaks for
             them. None: this one is alone.
-        figures: Returns the text that the host of the store keeps of this replica, see ``Driver``.
+        figures: Returns a text about this replica, which the host of the store keeps, see
+            ``Driver``.
 
     Attributes:
         link: Description of the emulated link, or None.
@@ -124,7 +126,7 @@ class Exchange(StreamMember):
         ValueError, TypeError: If an argument is out of range.
         RuntimeError: If this process cannot listen where ``listen`` says, cannot encrypt, or cannot
             reach the relay.
-        ReplicaMismatch, SyncError: If the replicas do not come together.
+        ReplicaMismatch, SyncError: If the replicas do not form a group.
     """
 
     def __init__(
@@ -187,7 +189,7 @@ class Exchange(StreamMember):
         self._closed = False
         own = LinkShare(tcp, name) if tcp is not None and link_share is None else None
         self._own_share = own
-        # A dropped exchange leaves its link too, after the engine has ended.
+        # If the exchange is dropped without ``close``, its share of the link ends after the engine.
         weakref.finalize(engine, _keep, own or link_share).atexit = False
         # Rounds that count, and that the caller has yet to apply.
         self._repairs: list[Repair] = []
@@ -241,8 +243,9 @@ class Exchange(StreamMember):
             num_elements: Elements of the fragment, at least 1.
             wire: The format of the payloads.
             error_feedback: Keep what encoding loses, as fp32 or bf16, and add it to the next round.
-            carries, must_gather: See ``residuals`` and ``phases``.
-            device: The fragment's; default: the device of this exchange.
+            carries: See ``ops.residuals``.
+            must_gather: See ``ops.wire.num_phases``.
+            device: The fragment's device; default: the device of this exchange.
 
         Raises:
             ValueError: If there is no element, or chunk_bytes would make too many chunks.
@@ -265,10 +268,10 @@ class Exchange(StreamMember):
 
     def plan_buffers(self, buffers: ExchangeBuffers) -> None:
         """Lay the buffers of a fragment out for the current group."""
-        # ``impl`` was chosen for tensors on the device of this exchange.
+        # ``self.impl`` holds only for tensors on the device of this exchange.
         impl = self.impl if buffers.device.type == self.device.type else ""
         if buffers.device.type == "cuda":
-            # The engine calls encode, past the function that would choose for the operator.
+            # The C++ engine calls encode without ``ops``, which else chooses the implementation.
             impl = resolve_impl(impl, "cuda", "encode", buffers.device.index)
         buffers.plan(self.rank, self.size, self.chunk_bytes, self.lanes, self.window, impl)
         if buffers.is_streamed:
@@ -298,19 +301,21 @@ class Exchange(StreamMember):
 
         Args:
             buffers: The fragment's buffers.
-            outer: fp32 [num_elements]; None encodes the parameters themselves.
+            outer: The outer parameters, fp32 [num_elements]; None encodes the parameters
+                themselves, not the pseudo-gradient.
             params: The fragment's tensors, num_elements in all.
-            header: The other replicas get it and compare it.
+            header: The header, which the other replicas get and compare with their own.
             stochastic: Round stochastically.
             seed: With replica, round and fragment, the key of stochastic rounding and of the signs
                 of a rotated wire.
-            loader: Brings ``outer``, which is in page-locked memory then, to the device.
-            overlapped: The caller computes before it waits. A fragment in host memory is encoded
-                whole before any of it is sent: sending would hold the caller up on few cores.
-            is_held: Only encode; ``ship`` sends, once the caller has looked at the payload.
+            loader: Copies ``outer`` from page-locked host memory to the device; None if ``outer``
+                is on the device of the parameters.
+            overlapped: The caller computes before it waits. So a fragment in host memory is encoded
+                whole before any of it is sent, as sending would slow the caller on few cores.
+            is_held: Only encode; ``ship`` sends later, after the caller has checked the payload.
 
         Raises:
-            SyncError: If the epoch is dead.
+            SyncError: If an exchange of this epoch has failed before.
             RuntimeError: If the exchange is closed, or the process was forked.
         """
         self.engine.check_process()
@@ -363,7 +368,7 @@ class Exchange(StreamMember):
         return round
 
     def ship(self, round: Round) -> None:
-        """Send a round that ``start`` holds; one that cannot be sent fails like any other."""
+        """Send a round that ``start`` has only encoded; if that fails, ``Round.wait`` raises."""
         if round.sending is not None:
             self._ship_on_streams(round)
             return
@@ -394,7 +399,7 @@ class Exchange(StreamMember):
     def chosen_members(
         self, members: Iterable[int] | str, workers: Workers | None
     ) -> list[int] | None:
-        """Return the members with which ``change_group`` goes on; None for all that live.
+        """Return the members that the argument of ``change_group`` names; None for all that live.
 
         Raises:
             ValueError: For a text other than "survivors", or if no loss is known.
@@ -426,17 +431,18 @@ class Exchange(StreamMember):
 
         Called by every replica of the new epoch (a newcomer constructs its Exchange with
         ``join=True``), also after an attempt that failed. Buffers are laid out anew. Once the
-        members have met, the old epoch is at an end, whether this succeeds or not. Where the
-        members of an attempt before have gone on with this replica, it enters their epoch first:
-        then ``members`` of this exchange are others, and the call is to be repeated. Afterwards
-        ``take_repairs`` returns the rounds that this replica must still apply.
+        members have met, the old epoch is at an end, whether this succeeds or not. After the
+        return, ``take_repairs`` returns the rounds that this replica must still apply.
+
+        If the others have completed an earlier attempt with this replica, it enters that epoch.
+        Then ``self.members`` are not the members asked for, and the caller calls again.
 
         Args:
             members: Ids of the replicas, this one among them; None for all that live.
-            store: A new store when the old one died.
+            store: A new store if the old one has died.
             last_rounds: The last applied round of every fragment on this replica; or a function
                 that returns them, called when no round of the old epoch can end any more.
-            inner_step: Inner steps that this replica has counted.
+            inner_step: The number of inner steps that this replica has taken.
 
         Raises:
             ValueError: If the members are not ids that an exchange may have, or this replica's own
@@ -458,9 +464,9 @@ class Exchange(StreamMember):
         self._change(members, last_rounds)
 
     def take_repairs(self) -> list[Repair]:
-        """Return the rounds that count and that this replica must still apply, once.
+        """Return the rounds that count and that this replica must still apply, and forget them.
 
-        Call this in the section that applies them: a Ctrl-C before that leaves them here.
+        Call this where Ctrl-C is deferred until they are applied, so that none is lost.
         """
         repairs, self._repairs = self._repairs, []
         return repairs
@@ -480,7 +486,7 @@ class Exchange(StreamMember):
             for repair in self._repairs:
                 last[repair.fragment] = max(last.get(repair.fragment, -1), repair.round)
             self._fragments = changing.fragments_of(self, last)
-            # A replica without fragments has a state all the same.
+            # A replica without fragments names one empty stream: () would say that it has no state.
             positions = changing.positions_of(self, last) or (Rounds(0, 0, 0),)
             return positions, max(self.inner_step, 0), True
 
@@ -495,19 +501,19 @@ class Exchange(StreamMember):
         try:
             group.change(members, attempt, seal)
         except SyncError as error:
-            # Without its traceback, which holds this exchange.
+            # Keep a copy without traceback, as the traceback would keep this exchange alive.
             self.last_error = type(error)(str(error))
             raise
 
     def _settle_old(self) -> None:
-        """Settle the rounds of an epoch whose end was agreed on, and that has not gone on here."""
+        """Apply the decision about the last epoch that an interrupted change has left unapplied."""
         assert self._group is not None
         unsettled = self._group.unsettled
         if unsettled is not None:
             self._settle_as(unsettled)
 
     def _settle_as(self, agreed: Agreed) -> None:
-        """Settle the rounds of the last epoch, wholly or not at all."""
+        """Settle the rounds of the last epoch; a Ctrl-C cannot interrupt this."""
         assert self._group is not None
         with deferred_interrupts():
             self._repairs += self.settle(agreed, self._fragments)
@@ -520,7 +526,7 @@ class Exchange(StreamMember):
         board: dist.Store | None,
         figures: Callable[[Driver], bytes] | None,
     ) -> FixedGroup:
-        """Return the leader of this exchange's changes; over gloo, its link is a plain one."""
+        """Return the object that runs the agreement; over gloo and NCCL, make a link for it."""
         if share is None:
             with batch_threads():
                 self._plain = share = LinkShare(OwnLink(None, None, None), self.name)
@@ -542,19 +548,19 @@ class Exchange(StreamMember):
         group = FixedGroup(
             self, share, workers, store, board, is_busy, wait, is_dead, figures=figures
         )
-        # A dropped exchange leaves its group too.
+        # If the exchange is dropped without ``close``, this replica still leaves its group.
         weakref.finalize(self, group.close, -1, 1.0).atexit = False
         return group
 
     def has_state(self) -> None:
-        """Note that this replica holds the state of its group, which it may have been given."""
+        """Note that this replica now holds the outer state of its group."""
         self._lacks_state = False
         if self._group is not None:
             self._group.has_state()
 
     @property
     def address(self) -> str:
-        """Where peers reach the link of this process; "" where nobody can dial it."""
+        """``host:port`` at which peers reach the link of this process; "" if nobody can dial it."""
         link = self.tcp if self._plain is None else self._plain.link
         return "" if link is None else link.address
 
@@ -572,10 +578,13 @@ class Exchange(StreamMember):
         return self.is_dead or is_gone
 
     def meet(self, change: Change) -> tuple[Agreed, Groups]:
-        """Connect to the members of the next epoch, and hear what was agreed on.
+        """Connect to the members of the next epoch, and wait until all have agreed on it.
+
+        Returns:
+            The agreement, and the connected groups.
 
         Raises:
-            SyncError: If the attempt comes to nothing; the last epoch's rounds are kept.
+            SyncError: If the attempt fails; the rounds of the last epoch are kept then.
         """
         groups: Groups = []
         failure: SyncError | None = None
@@ -587,10 +596,11 @@ class Exchange(StreamMember):
         return change.entered(failure), groups
 
     def settle(self, agreed: Agreed, fragments: Sequence[int]) -> list[Repair]:
-        """End the rounds of the last epoch, as was agreed on.
+        """End the rounds of the last epoch, as the members have decided.
 
         Args:
-            fragments: The index of each fragment in the decision.
+            agreed: The agreement with the decision.
+            fragments: For each stream of the decision, the index of its fragment.
 
         Returns:
             The rounds that count and that this replica must still apply.
@@ -604,7 +614,7 @@ class Exchange(StreamMember):
         """Go on in the next epoch, whose members are connected by ``groups``.
 
         Raises:
-            SyncError: If what the engine was doing does not end.
+            SyncError: If the engine's exchanges of the last epoch do not end.
         """
         epoch = agreed.epoch
         try:
@@ -622,15 +632,15 @@ class Exchange(StreamMember):
             self.plan_buffers(buffers)
 
     def inject_fault(self, **fault: Any) -> None:
-        """For tests: delay, stop or kill this replica; see csrc/exchange/engine/faults.h."""
+        """For tests: let this replica delay, stop or die; see csrc/exchange/engine/faults.h."""
         self.engine.inject_fault(**fault)
 
     def close(self) -> None:
-        """Finish what is under way, take leave of the peers, end the engine thread; idempotent.
+        """Finish exchanges under way, tell the peers, end the engine thread; idempotent.
 
         A peer that then starts an exchange gets ``PeerLeft``. All of this takes ten seconds (or the
-        timeout) at most: what cannot finish in that time is broken off. Over NCCL the last quarter
-        of that time stays for ending the group, which is left behind after that.
+        timeout) at most: an exchange that is not finished by then is broken off. Over NCCL the last
+        quarter of that time is kept for ending NCCL's group; if it does not end, it is abandoned.
         """
         self._close(patience_s=10.0)
 
@@ -660,7 +670,7 @@ class Exchange(StreamMember):
 
 
 def _weak_guards(exchange: Exchange) -> tuple[Callable[[], None], Callable[[], int]]:
-    """Return functions that seal an exchange, and tell its epoch, while somebody holds it."""
+    """Return ``exchange.seal`` and its epoch as functions that do not keep the exchange alive."""
     held = weakref.ref(exchange)
 
     def seal() -> None:
@@ -676,7 +686,7 @@ def _weak_guards(exchange: Exchange) -> tuple[Callable[[], None], Callable[[], i
 
 
 def _keep(share: LinkShare | None) -> None:
-    """Hold a share until here."""
+    """Do nothing: a finalizer with this function keeps ``share`` alive until it runs."""
 
 
 @atexit.register

@@ -1,13 +1,13 @@
 """One round of a fragment: its header, its state, and the mean that its exchange brings.
 
-    started -> agreed    all votes are here, and all are good
-            -> voted     failed after the own vote: peers with all votes may apply the round
-            -> rejected  failed by a bad vote: nobody applies the round
+    started -> agreed    all votes have come, and all are yes
+            -> voted     failed after the own vote: peers that have all votes may apply the round
+            -> rejected  failed by a vote no: nobody applies the round
             -> failed    failed before the own vote: nobody applies the round
     agreed, voted -> applied
 
 A round holds its payloads while it is started, voted or agreed. The next change of the group
-decides whether a voted round is applied or forgotten (``membership.termination``).
+decides whether a voted round is applied or forgotten (``group.streams.decide``).
 """
 
 from __future__ import annotations
@@ -47,20 +47,21 @@ _NEXT: Mapping[RoundState, Sequence[RoundState]] = {
     "voted": ("applied",),
 }
 _POLL_S = 2e-5
-_LONG_S = 3600.0  # as many as a C++ clock takes
-# The first look for whom a job waits; each look is a tenth of the wait after the last one.
+_LONG_S = 3600.0  # C++ clocks cannot take an infinite time
+# Seconds until the first look at the replicas for which a job waits. The next look follows after a
+# tenth of the wait so far.
 _LOOK_S = 0.01
-# The words of the engine while it waits for a replica's header (``Job.waiting``).
+# ``Job.waiting`` says this while the engine waits for a replica's header.
 TO_BEGIN = re.compile(r"replica (\d+) to begin ")
-# The names of a user's calls, by the kinds of exchange in which attached replicas may differ.
+# For error messages: the user's call behind a kind of exchange.
 _CALLS = {
     "exchange_objects": "start of flush",
     "an agreement among all replicas": "start of flush",
     "all_reduce": "consensus",
 }
-# The gap in the header of small messages that only a replica in ``flush`` sends.
+# ``Header.gap`` of small messages that only a replica in ``flush`` sends.
 END = -1.0
-# Advice for a difference in a header's field.
+# Advice for errors, by the field of the header that differs.
 _ADVICE = {
     "round": "load the same checkpoint on every replica",
     "outer_lr": "assign the same outer.lr on every replica",
@@ -81,9 +82,11 @@ class Header:
     must be equal on all of them.
 
     Attributes:
-        history: Digest of the fragment's outer state (see ``history``), 0 without one.
-        is_reset: No wire carries the replica's values, so its payload is zeros of weight 0.
-        is_change_due: The replica knows of a change of the group that is due after this round.
+        history: Number for all rounds applied to the fragment, see ``rounds.history``; 0 where no
+            outer state is involved.
+        is_reset: The replica's values cannot be encoded, as some are not finite or too large. Its
+            payload is zeros of weight 0.
+        is_change_due: The replica asks for a boundary after this round, for a change of the group.
         digest: A digest of the local parameters, below 2^32; 0 where none is needed.
     """
 
@@ -104,7 +107,7 @@ class Header:
 
     @classmethod
     def of(cls, native: _C.Header) -> Header:
-        """Return a header that the engine has got from a replica."""
+        """Return the header of a replica that the engine has received."""
         numbers = {name: getattr(native, name) for name in _NUMBERS}
         return cls(
             kind=cast(Kind, native.kind),
@@ -123,7 +126,7 @@ class Header:
         native.num_elements, native.num_chunks = layout.num_elements, num_chunks
         native.flags = int(stochastic) | (_C.RESET if self.is_reset else 0)
         native.flags |= _C.CHANGE if self.is_change_due else 0
-        # A round has no blob: the length's place is free.
+        # A round has no blob, so the field for the blob's length carries the digest.
         native.blob_bytes = self.digest
         return native
 
@@ -143,15 +146,15 @@ class Mean:
     Attributes:
         terms: (payload uint8 laid out as ``layout``, coefficient): their sum is the weighted mean.
             These payloads are the fragment's buffers: a ``start`` after ``commit`` overwrites them.
-        headers: One a rank.
-        weights: Normalised, one a rank, as used.
-        verdict: None; or, with ``leaves_verdict``, int64 [1] on the device: 0 once all votes
-            are here and good, which is when the round counts.
-        seconds: encode, header, exchange (waiting for messages), reduce, vote, wait (of ``wait()``)
-            and total (on the engine thread). An exchange on streams has total, and exposed: for so
-            long the caller's stream stood still.
-        sent_bytes, received_bytes: All bytes that this rank sent to and got from its peers.
-        counters: Minor page faults of the calling and the engine thread.
+        headers: The headers of all ranks.
+        weights: The normalised weights of all ranks.
+        verdict: None; or, with ``leaves_verdict``, int64 [1] on the device, which becomes 0 once
+            all votes have come and are yes: then the round counts.
+        seconds: Seconds of each stage: encode, header, exchange (waiting for messages), reduce,
+            vote, wait (in ``wait()``) and total (on the engine thread). An exchange on streams has
+            only total, and exposed: the time for which the caller's stream stood still.
+        sent_bytes, received_bytes: All bytes that this rank has sent to and received from peers.
+        counters: Minor page faults of the calling thread and of the engine's thread.
         digest: Digest of the payloads, the same on all replicas; 0 where none is needed.
     """
 
@@ -180,7 +183,13 @@ def decode_terms(
     *,
     impl: str = "",
 ) -> None:
-    """Set elements [begin, end) of ``outs`` to the sum of the payloads times their coefficients."""
+    """Set elements [begin, end) of ``outs``, taken as one vector, to the weighted mean.
+
+    Args:
+        terms: The payloads and their coefficients; the mean is the sum of their products.
+        layout: The layout of each payload.
+        outs: fp32, bf16 or fp16 tensors, ``layout.num_elements`` in all.
+    """
     ops.decode(
         [payload for payload, _ in terms],
         [coefficient for _, coefficient in terms],
@@ -203,16 +212,17 @@ class Standing:
 
 
 class Job(Protocol):
-    """A started exchange: a job of the engine (``_C.Job``), or one on streams (``nccl.jobs``).
+    """A started exchange: a job of the engine (``_C.Job``), or one on streams (``nccl.streams``).
 
     Attributes:
-        waiting: The replicas that the job waits for.
-        failure: Why the exchange failed; None before its end, and after a good one.
+        waiting: Words for the log: the replicas and their messages that the job waits for.
+        failure: Why the exchange failed; None before its end, and after success.
         standing: How far the vote of a failed exchange was: "none", "voted" or "rejected".
-        headers: One a rank, in rank order; empty until they have been exchanged.
-        weights: Normalised, in rank order.
+        headers: The headers in rank order; empty until they have been exchanged.
+        weights: The normalised weights, in rank order.
         digest: Digest of the payloads, the same on all replicas.
-        num_bad_encoded: Own elements that no wire carries; None while that is not known.
+        num_bad_encoded: How many own elements cannot be encoded, as they are not finite or too
+            large; None until this is known.
     """
 
     @property
@@ -243,17 +253,23 @@ class Job(Protocol):
         ...
 
     def wait_landed(self, runs: int, seconds: float) -> int:
-        """Wait until more than ``runs`` runs of the result are here; return how many are."""
+        """Wait until more than ``runs`` runs of the result have come; return how many have."""
         ...
 
     def block_caller(self) -> None:
-        """Make the caller's stream wait for what the exchange does on a device."""
+        """Make the caller's stream wait for the exchange's work on the device."""
         ...
 
 
 @dataclass
 class Sending:
-    """The arguments of an encoding on streams; ``offered`` are the weights of all ranks."""
+    """The arguments of a round whose exchange stays on the device, on streams.
+
+    Attributes:
+        outer, params, stochastic, loader: See ``Exchange.start``.
+        offered: The weights of all ranks, as their headers name them.
+        encode_key, reduce_key: The keys of random rounding, in the encoding and in the reduction.
+    """
 
     outer: Tensor | None
     params: list[Tensor]
@@ -265,18 +281,26 @@ class Sending:
 
     @property
     def weights(self) -> list[float]:
-        """Normalised, in rank order."""
+        """The normalised weights, in rank order."""
         return shares(self.offered)
 
     def pieces(self, layout: Layout, begin: int, end: int) -> list[tuple[int, int]]:
-        """Cut the range of a chunk as far as outer parameters in host memory ask for that."""
+        """Return the pieces in which elements [begin, end) of a chunk are encoded.
+
+        One piece, or several if the outer parameters come from host memory piece by piece.
+        """
         if self.loader is None:
             return [(begin, end)] if begin < end else []
         return chunks_of(layout, begin=begin, end=end)
 
     @contextmanager
     def outer_of(self, begin: int, end: int) -> Iterator[tuple[Tensor | None, int]]:
-        """Have the outer parameters of a range on the device, and the element they begin with."""
+        """Run a block with the outer parameters of elements [begin, end) on the device.
+
+        Yields:
+            These outer parameters or all of them (None without any), and their first element's
+            index.
+        """
         if self.loader is None or self.outer is None:
             yield self.outer, 0
             return
@@ -297,17 +321,19 @@ class Round:
             ``Exchange.start`` has returned.
         result: The other payloads in the order of ranks, or the mean; None with one rank, and in a
             saved round.
-        residuals: The fragment's; they take over what this round's encoding lost.
-        rank: This replica's place in the group of ``epoch``.
+        residuals: The fragment's residuals, which get the rounding errors of this round.
+        epoch: The epoch in which the round was sent.
+        rank: This replica's rank in the group of that epoch.
         terms: The mean, laid out as ``mean_layout``, once the round is agreed or voted.
         digest: Digest of the payloads, once the round is agreed or voted.
         job: The exchange; None in a saved round, and in a round on streams that is held.
-        sending: The arguments of an encoding on streams; None elsewhere.
-        encoded: The end of an encoding on streams, in a round that is held; None elsewhere.
+        sending: The arguments of an exchange on streams; None for any other.
+        encoded: Event at the end of the encoding, in a held round on streams; else None.
         error: Why there is no result; set in a round that is voted, rejected or failed.
-        blame: Adds to an error which replicas are missing; None where nothing does.
-        waits_since: Since when the caller waits for the job, by the monotonic clock; 0: not at all.
-        awaited_s: Seconds that the caller has waited until a replica began the round, by number.
+        blame: Returns an error with the replicas that are missing; None if nothing does.
+        waits_since: Monotonic time since when the caller waits for the job; 0 while it does not.
+        awaited_s: By replica number, the seconds that the caller has waited until it began the
+            round.
     """
 
     header: Header
@@ -338,13 +364,13 @@ class Round:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Fragment and number."""
+        """The index of the fragment, and the number of the round."""
         return self.header.fragment, self.header.round
 
     @property
     def headers(self) -> list[Header]:
         """Headers of all ranks, in rank order; empty until they have been exchanged."""
-        # An agreed or voted round has them for good.
+        # An agreed or voted round has copied them.
         if self.terms or self.job is None:
             return self._headers
         return [Header.of(header) for header in self.job.headers]
@@ -355,12 +381,12 @@ class Round:
 
     @property
     def received(self) -> list[Tensor]:
-        """The payloads that the exchange brings, in rank order."""
+        """The payloads of the other ranks, in rank order."""
         assert self.result is not None
         return list(self.result.tensor.split(self.mean_layout.payload_bytes))
 
     def combine(self, weights: Sequence[float]) -> Terms:
-        """Return the terms of the mean, of payloads that need not be complete yet."""
+        """Return the terms of the mean; their payloads need not have come completely yet."""
         own = self.own.tensor
         if self.result is None:
             return [(own, 1.0)]
@@ -373,9 +399,9 @@ class Round:
     # --------------------------------------------------------------------------- before it is sent
 
     def has_bad_values(self) -> bool:
-        """Whether some of the own values are such that no wire carries them.
+        """Whether some own values cannot be encoded, as they are not finite or too large.
 
-        On a device, the host polls until these values are encoded.
+        If the values are on a device, the host waits until they are encoded.
         """
         while (count := self._num_bad_encoded()) is None:
             time.sleep(_POLL_S)
@@ -385,12 +411,12 @@ class Round:
         if self.job is not None:
             return self.job.num_bad_encoded
         assert self.own.ballot is not None
-        # A round that could not be sent has no event any more: its values were encoded before.
+        # Without an event the encoding has ended: the round could not be sent after it.
         is_known = self.encoded is None or self.encoded.query()
         return int(self.own.ballot.host_bad) if is_known else None
 
     def forgo(self) -> None:
-        """Make the payload zeros of weight 0, before it is sent; ``has_bad_values`` said why."""
+        """Replace a payload with bad values by zeros of weight 0, before it is sent."""
         own = self.own
         own.tensor.zero_()
         if own.host is not own.tensor:
@@ -398,7 +424,7 @@ class Round:
         if own.ballot is not None:
             own.ballot.bad.zero_()
         self.residuals.forgo(self.layout.wire)
-        # NaN says that this replica has no weight to offer, which ends the round.
+        # A weight of NaN stays: it says that this replica has no weight, which ends the round.
         weight = nan if isnan(self.header.weight) else 0.0
         self.header = replace(self.header, weight=weight, is_reset=True)
 
@@ -418,9 +444,9 @@ class Round:
         self.state = state
 
     def resolve(self) -> None:
-        """Take over how the exchange, which is done, has ended; idempotent.
+        """Set the state of this round from its exchange, which is done; idempotent.
 
-        An agreed or voted round keeps its terms, a voted, rejected or failed one its error.
+        Then an agreed or voted round has its terms; a voted, rejected or failed one its error.
         """
         if self.state != "started":
             return
@@ -443,17 +469,17 @@ class Round:
     def wait(self, timeout: float | None = None, *, leaves_verdict: bool = False) -> Mean:
         """Wait for the vote and return the mean.
 
-        On a device, the caller's stream is made to wait for the mean; the host is not.
+        On a device, only the caller's stream waits until the mean is complete, not the host.
 
         Args:
-            timeout: In seconds.
-            leaves_verdict: Return a mean whose verdict is open, if the device finds the verdict. A
-                caller who applies such a mean passes the verdict on to the operator, and calls
-                ``wait`` again later.
+            timeout: The most seconds to wait; None: no limit.
+            leaves_verdict: For an exchange on streams: return as soon as the headers have come,
+                with the votes still under way. The caller passes ``Mean.verdict`` to the operator
+                that applies the mean, and calls ``wait`` again later.
 
         Raises:
-            ReplicaMismatch, NonFiniteError, SyncError: There is no result, on no replica
-                (after a SyncError at the vote some may have one; ``change_group`` settles it).
+            ReplicaMismatch, NonFiniteError, SyncError: No replica has a result. Only after a
+                SyncError at the vote may some replicas have one; ``change_group`` settles that.
             TimeoutError: After ``timeout`` seconds; the exchange goes on.
             RuntimeError: In a forked child.
         """
@@ -496,10 +522,10 @@ class Round:
         return self._mean
 
     def _open_mean(self, job: Any) -> Mean | None:
-        """Return a mean whose verdict the device will find; None once the exchange has ended.
+        """Return a mean whose votes are still under way; None if the exchange has ended.
 
         Args:
-            job: A job on streams (``nccl.jobs``).
+            job: A job on streams (``nccl.streams``).
         """
         assert self.own.ballot is not None
         job.wait_for_headers()
@@ -520,12 +546,13 @@ class Round:
     def collect(self, out: Tensor, timeout: float | None = None, *, impl: str = "") -> Mean:
         """Write the mean into ``out``, part by part as it arrives, and wait for the vote.
 
-        Where the link is the limit, the last part alone is decoded after it. After an error, what
-        ``out`` holds is undefined. On a device all of it is decoded at the end.
+        So if the link is slow, only the last part is decoded after the last message. On a device
+        all of it is decoded at the end. After an error the values of ``out`` are undefined.
 
         Args:
-            out: Dense, as many elements as the payload; fp32, bf16 or fp16. It may be what was
-                encoded.
+            out: Dense, as many elements as the payload; fp32, bf16 or fp16. It may be the tensor
+                that was encoded.
+            timeout: The most seconds to wait; None: no limit.
 
         Raises:
             ReplicaMismatch, NonFiniteError, SyncError, TimeoutError: As ``wait``; the
@@ -567,7 +594,8 @@ def wait_for_job(
     """Wait as ``job.wait`` does, and log for which replicas if that takes long.
 
     Args:
-        awaited_s: Takes the seconds until each replica began the round, a tenth too few at most.
+        awaited_s: For each replica, by number, the seconds until it began the round are added
+            here, at most a tenth too few.
     """
     begin = last = time.monotonic()
     deadline, log = begin + seconds, None
@@ -585,9 +613,9 @@ def wait_for_job(
 
 
 def shares(weights: Sequence[float]) -> list[float]:
-    """Return weights over their sum, each rounded to fp32 as the engine rounds those in headers.
+    """Return each weight divided by their sum, rounded to fp32 as the C++ engine rounds it.
 
-    A coefficient that is computed from the same weights then cancels one of these to the bit.
+    So a coefficient that is computed here equals the engine's to the bit, and the two cancel.
     """
     total = sum(weights)
     return array("f", (weight / total for weight in weights)).tolist()
@@ -596,11 +624,11 @@ def shares(weights: Sequence[float]) -> list[float]:
 def error_from(
     failure: _C.Failure, header: Header | None = None, headers: Sequence[_C.Header] = ()
 ) -> SyncError:
-    """Make the exception that a failed job stands for.
+    """Return the exception for the failure of a job.
 
     Args:
-        header: The round's, if the job was a round.
-        headers: One a rank, if they have come.
+        header: The own header, if the job was a round.
+        headers: The headers of all ranks, if they have come.
     """
     message = _explained(failure.message, headers)
     error = ERRORS[failure.kind](
@@ -625,7 +653,7 @@ def error_from(
 
 
 def _explained(message: str, headers: Sequence[_C.Header]) -> str:
-    """Put a difference that the engine has found into a user's words."""
+    """Return the engine's message, with advice or with the user's calls if headers differ."""
     if "outer state differs" in message:
         return f"{message}: {STATE_ADVICE}"
     for name, advice in _ADVICE.items():
@@ -642,7 +670,10 @@ def _explained(message: str, headers: Sequence[_C.Header]) -> str:
 
 
 def _kinds(headers: Sequence[_C.Header]) -> tuple[list[_C.Header], list[_C.Header]]:
-    """Return the headers of rounds, and of calls for all replicas; [] if there are others."""
+    """Return the headers of rounds, and of ``flush`` or other calls for all replicas.
+
+    Both are [] if there is no header of a round, or one of any other kind.
+    """
     training = [header for header in headers if header.kind == "sync"]
     ended = [header for header in headers if header.kind == "exchange_objects"]
     is_all = training and len(training) + len(ended) == len(headers)
@@ -650,9 +681,9 @@ def _kinds(headers: Sequence[_C.Header]) -> tuple[list[_C.Header], list[_C.Heade
 
 
 def _are_near(training: Sequence[_C.Header], ended: Sequence[_C.Header]) -> bool:
-    """Whether no replica that trains is ``sync_every`` steps ahead of one that has ended.
+    """Whether all replicas that train are less than ``sync_every`` steps ahead of the ended ones.
 
-    Then a flush can share the rest.
+    Then a flush of all replicas can share the training that was not sent.
     """
     latest = max(header.inner_step for header in training)
     return latest - min(header.inner_step for header in ended) < training[0].sync_every

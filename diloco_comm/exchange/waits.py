@@ -1,4 +1,4 @@
-"""Log, at growing intervals, what a wait is for: a replica that does not come, a silent store."""
+"""Logs, at growing intervals, for which replica or store a long wait is."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ T = TypeVar("T")
 _log = logger_of(__name__)
 FIRST_S = 10.0
 _MOST_S = 300.0
-# What cures the loss of a store.
+# Advice for errors about a lost store.
 ANOTHER_STORE = "give all of them another store, by the argument store="
 
 
 class WaitLog:
-    """Log what one wait is for after ``FIRST_S``, then at intervals that double up to 5 minutes.
+    """Logs the reason of one wait after ``FIRST_S``, then at intervals that double up to 5 minutes.
 
     Args:
         waited: Seconds that the wait has lasted already.
@@ -35,11 +35,11 @@ class WaitLog:
         self._next = self._begin + FIRST_S
 
     def remaining(self) -> float:
-        """Return the seconds until there may be something to say."""
+        """Return the seconds until the next line may be logged."""
         return max(0.0, self._next - time.monotonic())
 
     def tick(self, what_for: Callable[[], str]) -> None:
-        """Log what is waited for if it is time, and if ``what_for`` returns anything."""
+        """Log what this wait is for, if it is time and ``what_for`` returns words."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -50,9 +50,13 @@ class WaitLog:
 
 
 def call_patiently(call: Callable[[], T], what_for: str) -> T:
-    """Return what a call that may wait for long returns, or raise what it raises.
+    """Run a call that may block for long on a thread of its own; log while it does.
 
-    It runs on a thread of its own, which is left behind when this wait is interrupted.
+    If a Ctrl-C interrupts the wait, that thread is abandoned.
+
+    Args:
+        call: The call; its result is returned, and its error raised.
+        what_for: Words for the log.
     """
     results: list[tuple[Any, BaseException | None]] = []
 
@@ -75,9 +79,10 @@ def call_patiently(call: Callable[[], T], what_for: str) -> T:
 
 
 def store_advice(error: dist.DistError) -> str:
-    """Say what to do when a store did not answer.
+    """Return advice for a store that did not answer.
 
-    A slow answer is no loss: a replica that turned to another store then would be alone there.
+    If the store is only slow, the advice is to call again: a replica that changed to another store
+    would be alone there.
     """
     if isinstance(error, dist.DistNetworkError):
         return ANOTHER_STORE
@@ -85,6 +90,6 @@ def store_advice(error: dist.DistError) -> str:
 
 
 def describe_store(store: dist.Store) -> str:
-    """Say where a store is: ``tcp://host:port``, or of what kind it is."""
+    """Return ``tcp://host:port`` of a store; its class, if it has no known address."""
     store, place = place_of_store(store)
     return class_of(store) if place is None else tcp_address(*place)

@@ -8,6 +8,25 @@ stopped at one boundary, and the swap and OPEN are enough. Safety rests on three
   later record says. Which rounds count is a function of the SEALED of the members that go on.
 * The swap names the exact bytes of the record before, so one record follows each record.
 * A table that has lost its memory takes the next record only with the SEALED of all members.
+
+Comments and tests name the rules by number:
+
+1. The lowest member that lives leads, asks all members of the next record, and stops, too.
+2. SEALED is a promise.
+3. A round counts if all members that go on, and hold the outer state, have its result.
+4. A process takes part in attempts from its own record alone; one that is behind is sent OPEN.
+5. A member that cannot take part answers NO, and the proposer pauses before its next attempt.
+6. An attempt makes one swap; if no answer comes, its proposer reads the table.
+7. A part of the group waits before it goes on without members that may still train.
+8. A process that waits reads the table, and says again where it is.
+9. A planned change happens at a boundary.
+10. A fixed group changes as its callers demand.
+11. A newcomer founds the run only where no member with the outer state lives.
+12. Where all have died, the run goes on from a checkpoint that is new enough.
+13. A table that lost its memory gets its next record as said above.
+14. The members that take the last step say so in a last record.
+15. A process that leaves goes once others can go on, or have the outer state.
+16. Late messages of processes that have ended, and of former attempts, change nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +43,7 @@ from .records import NO_HASH, NO_RECORD, Key, Record, cause_of
 from .state import Joint, Proposal, Stage, State
 from .streams import decide
 
-# A newcomer that cannot connect waits suspect_after, doubled so often at most.
+# A newcomer that cannot connect waits suspect_after; the wait doubles at most so many times.
 _MOST_DOUBLINGS = 6
 # Polls after which a process of a fixed group says again what its caller demands.
 _SAY_AGAIN = 2
@@ -45,7 +64,7 @@ def step(state: State, event: st.Event) -> tuple[State, tuple[st.Action, ...]]:
 
 
 class Turn:
-    """Collects what one event leads to."""
+    """The changes of the state, and the actions, that one event leads to."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -70,34 +89,35 @@ class Turn:
             self.act(st.Wait(reason))
 
     def look(self) -> None:
-        """Read the table before this process leads another attempt."""
+        """Read the table; until it is read, this process leads no further attempt."""
         self.change(is_blind=True)
         self.act(st.Read())
 
     def seal(self, *, is_patient: bool = False) -> None:
-        """Stop for good in the record, once."""
+        """Let the training thread stop for good in the present record, unless it was told to."""
         if self.state.stage in (Stage.TRAINING, Stage.STOPPED):
             self.change(stage=Stage.SEALING, num_waits=0)
             self.act(st.Seal(self.state.number, is_patient))
 
     def note(self, nonce: bytes, cut: Iterable[bytes]) -> None:
-        """Note that a process has no way to others."""
+        """Note that the process ``nonce`` cannot reach the processes in ``cut``."""
         cuts = self.state.cuts | {(nonce, other) for other in cut if other != nonce}
         if cuts != self.state.cuts:
             self.change(cuts=cuts, num_cut_polls=0)
 
     def drop(self) -> None:
-        """End the own attempt, and pause before another (rule 5)."""
+        """Give up the attempt that this process leads, and pause before another (rule 5)."""
         self.change(proposal=None, num_waits=-1)
 
     def withdraw(self) -> None:
-        """End the demand of the caller, and with it the part of this process in an attempt."""
+        """End the demand of this process's caller, and take part in no attempt any more."""
         self.change(demand=None, here=(), proposal=None, joint=None, failure="")
 
     def forget(self, joint: Joint, failure: str) -> None:
-        """Forget an attempt that cannot connect: the pause grows with each, up to a bound.
+        """Give up an attempt whose members cannot connect; the pause grows with each failure.
 
-        Devices connect on all members or on none: so a proposer tells all members.
+        Devices connect on all members or on none. So a proposer tells all members of the failure,
+        and a member tells the proposer.
         """
         state, proposal = self.state, self.state.proposal
         is_own = joint.proposer == state.key
@@ -116,7 +136,7 @@ class Turn:
         self._put_off(joint, failure)
 
     def _put_off(self, joint: Joint, failure: str) -> None:
-        """Let newcomers of an attempt wait that could not connect, longer each time."""
+        """Let the newcomers of a failed attempt wait, longer after each failure."""
         state, roster = self.state, Roster(self.state)
         if state.settings.is_fixed or not set(roster.holders) & set(joint.members):
             return
@@ -136,7 +156,7 @@ class Turn:
 
 
 def _on_prepare(turn: Turn, nonce: bytes, prepare: ms.Prepare) -> None:
-    """Stop, connect and answer, if this process is in the base (rules 1, 2 and 4)."""
+    """Stop, connect and answer, if this process is in the proposed record (rules 1, 2 and 4)."""
     state, attempt = turn.state, prepare.attempt
     proposer = next((key for key in prepare.members if key.nonce == nonce), None)
     if nonce != attempt.proposer or proposer is None or state.key not in prepare.members:
@@ -149,7 +169,7 @@ def _on_prepare(turn: Turn, nonce: bytes, prepare: ms.Prepare) -> None:
 
 
 def _take_part(turn: Turn, asked: ms.Prepare) -> None:
-    """Stop and connect for an attempt, of this process or another; say again what is done."""
+    """Stop and connect for an attempt; send SEALED and READY again if these are done already."""
     joint, attempt = turn.state.joint, asked.attempt
     turn.seal(is_patient=asked.is_patient)
     if joint is None or joint.attempt != attempt:
@@ -160,7 +180,10 @@ def _take_part(turn: Turn, asked: ms.Prepare) -> None:
 
 
 def _leader(state: State) -> Key | None:
-    """Return the process whose attempt goes on here: it is answered first, if it is lower."""
+    """Return the living proposer of the attempt in which this process takes part; None if none.
+
+    Attempts of higher processes get no answer meanwhile.
+    """
     if state.proposal is not None or state.joint is None:
         return state.key if state.proposal is not None else None
     proposer = state.joint.proposer
@@ -170,17 +193,18 @@ def _leader(state: State) -> Key | None:
 
 
 def _may_answer(turn: Turn, proposer: Key, prepare: ms.Prepare) -> bool:
-    """Whether this process takes part in an attempt; rule 5: some reasons not to are said."""
+    """Whether this process takes part in an attempt; for some refusals it sends NO (rule 5)."""
     state, attempt, is_joiner = turn.state, prepare.attempt, turn.state.key.number in prepare.joined
     is_here = is_joiner if state.record is None else prepare.base_hash == state.entered_hash
     if not is_here or prepare.table != state.table:
-        # It has yet to enter the base, which the table or the proposer has, or to see that table.
+        # This process has yet to enter the record from which the proposer goes on, or to read the
+        # proposer's table: both come with the table's next answer, or with an OPEN.
         turn.act(st.Read())
         turn.act(st.Send(proposer.nonce, ms.Here(state.number, state.entered_hash)))
         return False
     is_ready = state.record is not None or state.follows is not None
     if is_joiner and (state.has_state or not is_ready):
-        # Its state must not be taken for lost; and a newcomer comes when it is ready.
+        # A member with state must not be counted as one without, and a newcomer joins when ready.
         return False
     if prepare.settings != state.settings.digest:
         if not state.settings.is_fixed:
@@ -223,7 +247,7 @@ def _answer(turn: Turn, answer: ms.Sealed | ms.Ready | ms.No) -> None:
 
 
 def _propose(turn: Turn, draft: Record) -> None:
-    """Ask the members of the next record; this process stops, too (rule 1)."""
+    """Lead an attempt to make ``draft`` the next record; this process stops, too (rule 1)."""
     state, attempt = turn.state, draft.attempt
     is_planned = _is_planned(state, draft)
     is_at_work = state.stage in (Stage.TRAINING, Stage.STOPPED)
@@ -250,7 +274,7 @@ def _propose(turn: Turn, draft: Record) -> None:
 
 
 def _is_planned(state: State, draft: Record) -> bool:
-    """Whether this process may swap without asking: it holds all votes before the boundary."""
+    """Whether this process may swap without PREPARE: it holds all votes before the boundary."""
     follows = {place.key: place.follows for place in state.places}
     joined = [key for key in draft.members if key.number in draft.joined]
     are_ready = all(follows.get(key) == state.number for key in joined)
@@ -259,7 +283,7 @@ def _is_planned(state: State, draft: Record) -> bool:
 
 
 def _on_answer(turn: Turn, nonce: bytes, answer: ms.Sealed | ms.Ready) -> None:
-    """Note a SEALED or a READY to the own attempt; rule 16: others change nothing."""
+    """Note a SEALED or a READY for the attempt that this process leads (rule 16)."""
     state, proposal, record = turn.state, turn.state.proposal, turn.state.record
     if proposal is None or proposal.draft.attempt != answer.attempt:
         if record is not None and record.attempt == answer.attempt and nonce != state.nonce:
@@ -273,13 +297,13 @@ def _on_answer(turn: Turn, nonce: bytes, answer: ms.Sealed | ms.Ready) -> None:
 
 
 def _on_no(turn: Turn, nonce: bytes, no: ms.No) -> None:
-    """Try again without whom there is no way to (rule 5), or end a demand (rule 10)."""
+    """Give up an attempt that was refused (rule 5), or a demand that was contradicted (rule 10)."""
     proposal, joint = turn.state.proposal, turn.state.joint
     is_own = proposal is not None and proposal.draft.attempt == no.attempt
     if no.why is Why.MEMBERS and (is_own or no.attempt == NO_ATTEMPT):
         _fail(turn, nonce, no.demand)
     if no.why is Why.FAILED and no.attempt == NO_ATTEMPT:
-        # Its caller waits no longer.
+        # The caller of the sending process waits no longer.
         turn.change(here=tuple([one for one in turn.state.here if one[0] != nonce]))
     if no.why is Why.MEMBERS or joint is None or joint.attempt != no.attempt:
         return
@@ -294,16 +318,16 @@ def _on_no(turn: Turn, nonce: bytes, no: ms.No) -> None:
         turn.note(nonce, (turn.state.nonce,))
         turn.drop()
     elif no.why is Why.KEY and is_proposer and turn.state.nonce in no.cut:
-        # A newcomer ends: each further attempt would hold the members up.
+        # Members refuse this newcomer's key: it ends, as each attempt with it stops the members.
         if turn.state.record is None:
             turn.end(st.Refuse(no.text))
 
 
 def _leave_cut_off(turn: Turn, joint: Joint, nonce: bytes, no: ms.No) -> None:
-    """End the own attempt, as a member has no way to others, or does not let in their keys."""
+    """Give up the own attempt, as a member cannot reach others, or does not let in their keys."""
     turn.note(nonce, no.cut)
     if turn.state.settings.is_fixed:
-        # The callers alone can choose other members.
+        # Only the callers of a fixed group can choose other members.
         numbers = {key.nonce: key.number for key in joint.members}
         away = sorted(numbers[other] for other in no.cut if other in numbers)
         is_own = no.why is Why.KEY or nonce == turn.state.nonce
@@ -317,7 +341,7 @@ def _leave_cut_off(turn: Turn, joint: Joint, nonce: bytes, no: ms.No) -> None:
 
 
 def _missing(proposal: Proposal) -> list[Key]:
-    """Return the processes that have not given all answers."""
+    """Return the processes whose SEALED or READY for this attempt has not come."""
     sealed = dict(proposal.answers)
     unsealed = {key for key in proposal.base if key.nonce not in sealed}
     unready = {key for key in proposal.draft.members if key.nonce not in proposal.ready}
@@ -325,13 +349,13 @@ def _missing(proposal: Proposal) -> list[Key]:
 
 
 def _advance(turn: Turn, proposal: Proposal) -> None:
-    """Swap when all have answered (rules 1 and 3), or try again without whom has died."""
+    """Swap when all have answered (rules 1 and 3); give the attempt up if a member has died."""
     state, draft = turn.state, proposal.draft
     if proposal.is_swapping:
         return
     is_lost = {key.nonce for key in draft.members} & (state.life.dead | state.life.suspected)
     named = {place.key.nonce: place.key for place in state.places}
-    # A newcomer without a number of its own may have taken another one.
+    # A newcomer that chose its replica number itself may have changed the number since.
     is_lost |= {k.nonce for k in draft.members if named.get(k.nonce, k) != k}
     if is_lost or draft.table != state.table or draft.parent != state.base_hash:
         turn.drop()
@@ -342,7 +366,7 @@ def _advance(turn: Turn, proposal: Proposal) -> None:
         return
     holders = {nonce: one for nonce, one in proposal.answers if one.positions}
     if bool(holders) == (draft.source is not None):
-        # The plan was wrong about the members that hold the state.
+        # The draft was wrong: a member holds the outer state unexpectedly, or none does.
         turn.drop()
         return
     try:
@@ -359,13 +383,13 @@ def _advance(turn: Turn, proposal: Proposal) -> None:
 
 
 def _leave_behind(turn: Turn, holders: dict[bytes, ms.Sealed], why: str) -> None:
-    """Go on without the member that is furthest behind: what it lacks cannot be repaired."""
+    """Go on without the member that is furthest behind: nobody can send it the rounds it lacks."""
     ends = {nonce: sum(one.end for one in sealed.positions) for nonce, sealed in holders.items()}
     last = min(ends, key=lambda nonce: (ends[nonce], nonce))
     if last == turn.state.nonce:
         turn.end(st.Fence(f"replica {turn.state.key.number} cannot go on with the others: {why}"))
     elif turn.state.settings.is_fixed and turn.state.joint is not None:
-        # The callers alone can choose other members.
+        # Only the callers of a fixed group can choose other members.
         turn.forget(turn.state.joint, why)
     else:
         turn.note(turn.state.nonce, [last])
@@ -381,9 +405,9 @@ def _swap(turn: Turn, new: Record) -> None:
 
 
 def _on_swapped(turn: Turn, event: st.Swapped) -> None:
-    """Enter the record, or read whose record is there (rule 6); a newcomer reads in any case."""
+    """Enter the new record, or read which one the table has (rule 6); a newcomer always reads."""
     state, is_done = turn.state, event.outcome is st.Outcome.DONE
-    # G5: the answer of a table that has lost its memory since says nothing.
+    # If the table has lost its memory since, the swap that it has made is lost, too.
     if is_done and state.record is not None and Record.from_bytes(event.new).table == state.table:
         _follow(turn, event.new)
     else:
@@ -398,13 +422,13 @@ def _on_looked(turn: Turn, event: st.Looked) -> None:
     mine = turn.state.record
     is_former = mine is not None and event.table == mine.table
     if turn.state.bound and is_former and event.record != turn.state.entered:
-        # G5: this process has sealed for another table since.
+        # This process has sealed for a newer table: a late answer of the former one is void.
         return
     nonces = {place.key.nonce for place in event.places}
     here = tuple([one for one in turn.state.here if one[0] in nonces])
     put_off = tuple([one for one in turn.state.put_off if one[0] in nonces])
     if event.table != turn.state.table:
-        # Its places are heard of anew.
+        # Processes have yet to write their places into this table: wait for them anew.
         turn.change(num_waits=0)
     turn.change(recorded=event.record, table=event.table, places=event.places)
     turn.change(evict=event.evict, is_blind=False, here=here, put_off=put_off)
@@ -413,11 +437,11 @@ def _on_looked(turn: Turn, event: st.Looked) -> None:
 
 
 def _on_open(turn: Turn, nonce: bytes, message: ms.Open) -> None:
-    """Follow the record of a member: a process that is behind needs no table (D4).
+    """Enter the record that an OPEN of a member brings, without a look at the table.
 
-    The OPEN of anybody else is a reason to read. For a newcomer it is a hint to read, too, as late
-    messages must not lead it into an old record; but a table that has lost its memory shows no
-    record.
+    The OPEN of a process outside the record only makes this process read the table. A newcomer
+    reads, too, as a late message must not lead it into an old record; it believes the OPEN only
+    where the table, which has lost its memory, has no record.
     """
     try:
         record = Record.from_bytes(message.record)
@@ -432,7 +456,8 @@ def _on_open(turn: Turn, nonce: bytes, message: ms.Open) -> None:
         else:
             turn.act(st.Read())
     elif record.run_id == mine.run_id and record.number > mine.number:
-        # G5: the sender has entered this record, and so has not sealed for a new table.
+        # After SEALED for a new table, an OPEN for the former table counts only from a member of
+        # that attempt: its sender has entered the record, so the attempt cannot succeed.
         asked = [key.nonce for key in state.bound] or [nonce]
         if (nonce in asked or record.table != mine.table) and _is_believed(state, nonce):
             _follow(turn, message.record)
@@ -441,9 +466,10 @@ def _on_open(turn: Turn, nonce: bytes, message: ms.Open) -> None:
 
 
 def _is_believed(state: State, nonce: bytes) -> bool:
-    """Whether the OPEN of a process needs no look at the table: a member of the record sends it.
+    """Whether this process believes the OPEN of another without a look at the table.
 
-    Where the table has lost its memory, nobody else may live who has entered the next record.
+    The sender is a member of this process's record. Where the table has lost its memory, it may
+    also be any process whose place tells of a later record: no member of this one may live.
     """
     members = () if state.record is None else state.record.members
     ahead = [p.key for p in state.places if state.has_moved and p.entered > state.number]
@@ -451,9 +477,10 @@ def _is_believed(state: State, nonce: bytes) -> bool:
 
 
 def _may_come(state: State, content: bytes) -> bool:
-    """Whether a newcomer may enter the table's record (G6): a member of the base does so first.
+    """Whether a newcomer may enter the table's record: a member of the record before goes first.
 
-    Else the table may lose that record, and the members of the base go on in another one.
+    If the newcomer went first and the table then lost that record, the members of the record
+    before would go on in another one.
     """
     record = Record.from_bytes(content)
     proposer = record.attempt.proposer
@@ -463,7 +490,7 @@ def _may_come(state: State, content: bytes) -> bool:
 
 
 def _follow(turn: Turn, content: bytes) -> None:
-    """Enter a later record, or end because the others go on without this process (rule 4, D5)."""
+    """Enter a later record, or end because the others go on without this process (rule 4)."""
     state, mine, record = turn.state, turn.state.record, Record.from_bytes(content)
     numbers, name = list(record.numbers), state.settings.record_name
     if mine is None:
@@ -479,10 +506,10 @@ def _follow(turn: Turn, content: bytes) -> None:
     elif record.number < mine.number or content == state.entered:
         return
     elif record.number == mine.number:
-        # The table forgot the record of this process before any member with state entered it.
+        # Same number, other record: the table lost this one before a member with state entered it.
         turn.end(st.Fence(f"{name} {record.number} was opened anew without this process"))
     elif record.is_member(state.key) and record.is_finished:
-        # All steps are taken and shared, here too.
+        # The run is finished, and this member has all its steps.
         turn.change(is_finished=True)
         turn.end(st.Drained("the run has ended"))
     elif record.is_member(state.key):
@@ -500,7 +527,7 @@ def _follow(turn: Turn, content: bytes) -> None:
 
 
 def _enter(turn: Turn, content: bytes) -> None:
-    """Enter a record: the promise of SEALED ends, and rounds begin anew."""
+    """Enter a record: the promise of SEALED ends, and this process trains again."""
     state, record = turn.state, Record.from_bytes(content)
     number, members = state.key.number, {key.nonce for key in record.members}
     holds = state.has_state and number not in record.joined
@@ -531,7 +558,7 @@ def _on_heard(turn: Turn, event: st.Heard) -> None:
 
 
 def _on_here(turn: Turn, nonce: bytes, here: ms.Here) -> None:
-    """Note that a member has stopped in the base, or demands a group."""
+    """Handle a HERE: its sender has stopped in its record, or its caller demands a group."""
     state = turn.state
     is_behind = state.record is not None and here.base < state.number
     is_member = state.record is not None and nonce in [key.nonce for key in state.record.members]
@@ -540,11 +567,11 @@ def _on_here(turn: Turn, nonce: bytes, here: ms.Here) -> None:
     elif here.base != NO_RECORD and here.base_hash != state.entered_hash:
         turn.look()
     elif not state.settings.is_fixed and here.base != NO_RECORD:
-        # That member votes no more: no round of this record can end.
+        # The sender votes no more, so no round of this record can end: stop, too.
         turn.note(nonce, here.cut)
         turn.seal()
     elif state.demand and here.demand not in ((), state.demand):
-        # A process that this demand leaves out hears of the next record.
+        # Tell only processes that this demand names; the others will hear of the next record.
         if set(_numbers_of(state, nonce)) & set(state.demand):
             turn.act(st.Send(nonce, ms.No(NO_ATTEMPT, Why.MEMBERS, demand=state.demand)))
             _fail(turn, nonce, here.demand)
@@ -561,7 +588,7 @@ def _fail(turn: Turn, nonce: bytes, demand: Iterable[int]) -> None:
     """End a demand that another caller contradicts (rule 10)."""
     state = turn.state
     if state.demand in (None, tuple(demand)):
-        # A late answer to a former demand may name the members of this one.
+        # There is no contradiction: this may be a late answer to a former demand.
         return
     numbers = _numbers_of(state, nonce)
     who = f"replica {numbers[0]}" if numbers else "another replica"
@@ -586,9 +613,9 @@ def _on_passed(turn: Turn, _: st.Passed) -> None:
     turn.change(num_silent=min(state.num_silent + 1, limit))
     turn.change(put_off=tuple([(*each, max(0, polls - 1)) for *each, polls in state.put_off]))
     if turn.state.num_cut_polls == 3 * limit:
-        # A process that could not be reached once may be reached after a while.
+        # Forget the cuts: a process that could not be reached may be reachable by now.
         turn.change(cuts=frozenset())
-    # A demand is said again soon: its leader may have begun to demand since.
+    # Send a demand again soon: when it was sent first, the leader's caller may not have called yet.
     often = _SAY_AGAIN if state.settings.is_fixed and state.demand is not None else limit // 2
     is_due = turn.state.num_waits % max(1, often) == 0
     proposal = state.proposal
@@ -603,9 +630,9 @@ def _on_passed(turn: Turn, _: st.Passed) -> None:
 
 
 def _open_again(turn: Turn) -> None:
-    """Say the record again to members that have not entered the record, as their places say.
+    """Send OPEN again to the members whose places show that they have not entered the record.
 
-    A newcomer cannot read the record where the table has lost its memory since.
+    If the table has lost its memory, a newcomer cannot read the record there.
     """
     state, record = turn.state, turn.state.record
     if record is not None:
@@ -616,7 +643,7 @@ def _open_again(turn: Turn) -> None:
         if state.key == min(inside, default=None):
             late += [place.key for place in places if place.entered < record.number]
         if state.demand is not None and state.has_moved:
-            # A new store does not tell those that this record has left out.
+            # Replicas that this record leaves out cannot read it in a new, still empty store.
             out = [place for place in state.places if place.key not in members]
             late += [p.key for p in out if NO_RECORD < p.entered < record.number]
         turn.send(late, ms.Open(state.entered))
@@ -660,7 +687,7 @@ def _on_boundary(turn: Turn, event: st.Boundary) -> None:
 
 def _on_started(turn: Turn, event: st.Started) -> None:
     if event.number == turn.state.number and turn.state.stage is not Stage.SEALED:
-        # A process that has sealed without state has said so, and says the same to all.
+        # A process that has answered SEALED without state gives that same answer to all.
         turn.change(has_state=True)
 
 
@@ -668,17 +695,17 @@ def _on_demanded(turn: Turn, event: st.Demanded) -> None:
     turn.change(demand=tuple(sorted(set(event.members))), may_found=event.may_found, told=b"")
     turn.change(failure="", num_failures=0, num_waits=0)
     if event.members:
-        # The caller may have mended what kept them apart.
+        # The caller may have repaired the connections.
         turn.change(cuts=frozenset())
     if turn.state.record is None:
         turn.change(follows=NO_RECORD)
-    # The group may have gone on already: then this process enters, or ends, first.
+    # The group may have a later record already: this process enters it, or ends, first.
     turn.look()
 
 
 def _on_given_up(turn: Turn, _: st.GivenUp) -> None:
     if turn.state.told:
-        # That leader must not take this process for one that waits.
+        # The leader has heard that this caller waits, and must not count on it any more.
         turn.act(st.Send(turn.state.told, ms.No(NO_ATTEMPT, Why.FAILED)))
         turn.change(told=b"")
     turn.withdraw()
@@ -691,7 +718,7 @@ def _on_leave(turn: Turn, _: st.Leave) -> None:
 
 
 def _on_finished(turn: Turn, event: st.Finished) -> None:
-    """End; the last members say in the record that the run has ended (rule 14)."""
+    """End this process; if all steps are taken, write so into a last record (rule 14)."""
     state, record = turn.state, turn.state.record
     is_open = record is not None and not record.is_finished and not state.settings.is_fixed
     turn.change(is_finished=True)
@@ -710,7 +737,7 @@ def _on_finished(turn: Turn, event: st.Finished) -> None:
 
 
 def _go_on(turn: Turn) -> None:
-    """Do what follows from the state as it is now: advance, wait, leave or propose."""
+    """Do what the new state calls for: advance an attempt, wait, leave or propose a record."""
     state, record = turn.state, turn.state.record
     if state.proposal is not None:
         _advance(turn, state.proposal)
@@ -747,18 +774,19 @@ def _wait_or_propose(turn: Turn, plan: Plan) -> None:
 
 
 def _tell_leader(turn: Turn, leader: Key | None) -> None:
-    """Say to the process that is to lead that this one has stopped, once a while."""
+    """Send HERE to the process that is to lead, unless it was told already or learns by itself."""
     state, is_fixed = turn.state, turn.state.settings.is_fixed
     leads = leader in (None, state.key)
     if leads and state.record is not None and not is_fixed:
-        # It waits though it would lead: another process may know of a later record (rule 8, D4).
+        # This process would lead, and waits: ask another one, which may know a later record
+        # (rule 8).
         roster = Roster(state)
         ahead = [p.key for p in state.places if p.entered > state.number and p.is_fresh]
         living = [key for key in roster.base if roster.lives(key) and key != state.key]
         leader = min(ahead or living, default=None)
     if leader in (None, state.key) or leader.nonce == state.told:
         return
-    # The leader of an elastic group learns of a death, and of a boundary, by itself.
+    # The leader of an elastic group learns by itself that a member has died or has stopped.
     members = () if state.record is None else state.record.members
     will_hear = bool(state.life.dead & {key.nonce for key in members})
     will_hear |= state.stage in (Stage.STOPPED, Stage.NEWCOMER) or leads
@@ -770,12 +798,12 @@ def _tell_leader(turn: Turn, leader: Key | None) -> None:
 
 
 def _ask_for_boundary(turn: Turn) -> None:
-    """Ask for a boundary when somebody is to come or to go (rule 9), once in a record."""
-    # Where the table has lost the record, nobody can come or go.
+    """Ask, once in a record, for a boundary when a process is to join or to leave (rule 9)."""
+    # A table that has lost the record cannot change it: nobody can join or leave.
     if turn.state.is_pending or turn.state.has_lost_record:
         return
     roster = Roster(turn.state)
-    # Others may not know which newcomers are put off.
+    # Only the lowest member asks for newcomers: others may not know which ones it has put off.
     fresh = [key for key in roster.here if key == turn.state.key or roster.is_fresh(key)]
     leads = turn.state.key == min(fresh, default=None)
     wanted = leads and roster.reaching(roster.here, roster.newcomers)
@@ -785,7 +813,10 @@ def _ask_for_boundary(turn: Turn) -> None:
 
 
 def _has_left(turn: Turn) -> bool:
-    """Leave, if nobody is here to go on, or to be given the state (rule 15)."""
+    """End a process that is to leave, if no other needs it; return whether it has ended (rule 15).
+
+    Others need it where a member goes on, or a newcomer takes the outer state from it.
+    """
     state = turn.state
     if state.is_leaving and state.stage in (Stage.STOPPED, Stage.SEALED):
         roster = Roster(state)
@@ -796,9 +827,10 @@ def _has_left(turn: Turn) -> bool:
 
 
 def _differs(turn: Turn) -> bool:
-    """Refuse to train with a process with other settings (rule 5).
+    """End, or fail the demand, if settings differ; return whether they do (rule 5).
 
-    That is a member of the group to which a newcomer would come, or one whom a demand names.
+    A newcomer of an elastic group compares its settings with the members, and a process of a
+    fixed group with the replicas that its caller demands.
     """
     state, roster = turn.state, Roster(turn.state)
     is_fixed, base = state.settings.is_fixed, set(roster.base)

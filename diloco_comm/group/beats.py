@@ -1,4 +1,4 @@
-"""Beats: what a process says of itself in the table, again and again, while it lives."""
+"""Beats: the text about itself that a living process writes into the table again and again."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from .records import Key
 from .state import Place, Stage, State
 
 MAX_BEAT_BYTES = 1 << 14
-# More would not fit into a beat.
+# A beat names at most so many processes that its process cannot reach: it has no room for more.
 _MOST_CUT = 24
 # The longest address of a store, in bytes.
 _LONGEST_STORE = 300
 _EVICT = "evict."
-# These change in each beat of a process that trains.
+# Fields that change with each beat of a process that trains; they stand in its second line.
 _MOVING = ("counter", "phase", "inner_step")
 # The text of a beat that asks a process to leave.
 EVICT = b"evict"
 _refused = RefusedVersions(logger_of(__name__), "the beat of another replica")
 
-# A newcomer that copies the outer state from the members, who do not let it in yet.
+# The stages that a beat names. A newcomer that copies the outer state before it can be let in:
 PULLING = "pulling"
 # A newcomer that waits to be let in.
 READY = "ready"
-# In a view.
+# A member of a record that trains.
 TRAINING = "training"
-# Has stopped at the boundary of its view, as all its members do.
+# A member that has stopped at a boundary, as all members of its record do.
 STOPPED = "stopped"
-# Goes from its view to the next.
+# A member that has stopped for good in its record, and waits for the next record.
 CHANGING = "changing"
-# Takes part in nothing any more; FINISHED: because all steps are taken.
+# A process that has left; FINISHED: because it has taken all steps.
 GONE = "gone"
 FINISHED = "finished"
 _STAGES = {
@@ -54,14 +54,15 @@ class Beat:
     """One beat.
 
     Attributes:
-        place: The words of the process for the agreement.
-        counter: Higher with every beat of this process.
-        stage: One of the texts above.
-        phase: The work of its training loop, see ``DiLoCo.doing``.
-        ways: Where the link of each worker of the replica is found, see ``Way``; the first one is
-            of the process that beats.
-        store: ``tcp://host:port`` of the store at which others find this process; "" for none.
-        serves: Other processes can copy its outer state over its link.
+        place: Where the process stands in the agreement.
+        counter: How many beats this process has made.
+        stage: One of the stages above.
+        phase: The present work of its training loop, such as "steps", "exchange" or a name from
+            ``DiLoCo.doing``.
+        ways: The addresses of the links of all workers of the replica, each as the text of a
+            ``Way``. The first is the link of the process that beats.
+        store: ``tcp://host:port`` of the store that this process uses; "" for none.
+        serves: Whether other processes can copy the outer state over its link.
     """
 
     place: Place
@@ -83,10 +84,11 @@ class Beat:
     def to_bytes(self) -> bytes:
         """Return the text of this beat.
 
-        Only the second line is another one in each beat: others do not need it at once.
+        The text has two lines. Only the second differs in each beat, and readers may get the
+        second line late.
 
         Raises:
-            ValueError: If it is too long.
+            ValueError: If the text is longer than ``MAX_BEAT_BYTES``.
         """
         place = replace(self.place, cut=self.place.cut[:_MOST_CUT])
         values = {**_written(place), **{name: getattr(self, name) for name in _OWN}}
@@ -122,12 +124,10 @@ class Beat:
 
 
 def most_workers(ways: Sequence[str]) -> int:
-    """Return how many workers a replica may have, so that its beat is not too long.
-
-    A beat names the link's addresses of each worker.
+    """Return how many workers a replica may have: its beat names an address of each.
 
     Args:
-        ways: Such addresses; all workers' addresses are taken as long as these.
+        ways: Texts of some workers' addresses; all others are taken as long as the longest one.
     """
     most = (1 << 62) - 1
     place = Place(
@@ -159,7 +159,7 @@ def evicted(names: Mapping[str, bytes]) -> frozenset[str]:
 
 
 def stage_of(state: State) -> str:
-    """Return the stage of a process for people."""
+    """Return the stage that a process names in its beats."""
     if state.stage is Stage.NEWCOMER:
         return PULLING if state.follows is None else READY
     return FINISHED if state.is_finished else _STAGES[state.stage]
@@ -167,10 +167,10 @@ def stage_of(state: State) -> str:
 
 @dataclass(frozen=True)
 class Way:
-    """Where the link of a process is found, as text in a beat.
+    """The address at which other processes reach the link of a process; a beat has it as text.
 
     Attributes:
-        nonce: 32 hexadecimal digits.
+        nonce: The link's name, 32 hexadecimal digits.
         address: "host:port", or "" where nobody can dial the process.
         key: The public key as 64 hexadecimal digits, or "".
         relay: "host:port" of the relay where the process waits, or "".
@@ -187,14 +187,14 @@ class Way:
     @classmethod
     @lru_cache(maxsize=1024)
     def from_text(cls, text: str) -> Way | None:
-        """Return the way that a beat names; None if the text names none."""
+        """Return the address that a text of a beat holds; None if the text is no address."""
         words = ["" if word == "-" else word for word in text.split(" ")]
         is_sound = text.isascii() and len(words) == 4 and _is_hex(words[0], 32)
         return cls(*words) if is_sound and (not words[2] or _is_hex(words[2], 64)) else None
 
     @property
     def words(self) -> tuple[str, str, str, str]:
-        """The strings by which the link reaches the process."""
+        """The arguments with which ``_C.Link.reach`` connects to the process."""
         return self.nonce, self.address, self.key, self.relay
 
 

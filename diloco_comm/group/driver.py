@@ -1,7 +1,8 @@
-"""The threads that carry out the agreement of one process: its clock, its messages, its table.
+"""The driver: the threads that run the agreement of one process with its clock, link and table.
 
-The training thread tells the driver what happens to it, and takes the driver's orders. All that
-happens becomes an event of the core, one at a time, on the driver's own thread.
+The *core* is ``agreement.step`` with its state. The training thread tells the driver what happens
+to it, and takes orders from the driver. On a thread of its own the driver hands every happening,
+one at a time, to the core as an event.
 """
 
 from __future__ import annotations
@@ -29,39 +30,45 @@ from .table import Look, Seen, Swapped, Table, TableAway, TableThread, Unreadabl
 
 logger = logger_of(__name__)
 
-# A poll that comes this many periods after the last one says nothing about other processes.
+# If so many periods lie between two polls, this process was suspended, not the others silent.
 _LATE = 3.0
-# Seconds between two lines about those for whom this process waits.
+# Seconds between two log lines that name the members for which this process waits.
 _LINE_S = 60.0
-# Seconds between two looks at the table: for each process of a large group, and at most.
+# A process reads the table every _LOOK_S times the number of beats, at least so often.
 _LOOK_S, _LONGEST_LOOK_S = 1 / 32, 5.0
-# Seconds in which a key that is refused may be allowed again.
+# For so many seconds this process tries again where the table refuses its key: it may be allowed.
 _KEY_WAIT_S = 10.0
-# Seconds for which the listening thread waits for messages at a time.
+# Seconds that one call of ``link.told`` waits for messages.
 _LISTEN_S = 0.5
-# Seconds of a wait before anybody is named for whom this process waits: the signs are that old.
+# In the first seconds of a wait ``wait`` names nobody: what is known of the others is that old.
 _SOON_S = 2.0
-# Seconds until the first look of a process that waits for others, and the growth of that time.
+# A process that waits for others to come reads the table again after so many seconds, and each time
+# after that many times the seconds before.
 _HASTE_S, _HASTE_GROWTH = 0.005, 1.5
 # Messages that may wait for the driver; more are dropped, and their senders repeat them.
 _MOST_HEARD = 4096
-# Frames of unknown processes that are kept until the table is read.
+# So many frames of processes without a known beat are kept until the table is read.
 _MOST_UNKNOWN = 64
 # Seconds to wait for another process's settings, to name the setting that differs.
 _ASK_S = 3.0
-# The first byte of a frame behind the nonce of its sender.
+# The kind of a frame, in the byte behind the sender's nonce: a message of the agreement, a request
+# for settings, the settings, the last frame of a process, the members of an attempt without you.
 _MESSAGE, _ASK, _SHOWN, _LEFT, _WITHOUT = range(5)
+# The longest settings that are read, in bytes.
 _MOST_SHOWN = 1 << 20
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Why the driver takes no further part.
+    """Why this process takes no further part in its group, or why its caller waits no longer.
 
     Attributes:
-        kind: "fenced", "refused", "over", "drained", "failed", "waited", or a kind of a room above.
-        missing, survivors: Numbers of replicas, where a caller waits no longer.
-        cuts: Pairs of replicas that cannot reach each other.
+        kind: "fenced", "refused", "over", "drained", "failed", "waited", or a kind that a user of
+            the driver adds.
+        reason: One sentence for people.
+        missing, survivors: With "waited": numbers of the replicas that did not come, and of the
+            others.
+        cuts: Pairs of numbers of replicas that cannot reach each other.
     """
 
     kind: str
@@ -73,7 +80,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class _Frame:
-    """A frame from the link of this nonce."""
+    """The bytes that the link with the nonce ``link`` has sent."""
 
     link: str
     content: bytes
@@ -81,7 +88,7 @@ class _Frame:
 
 @dataclass(frozen=True)
 class _Answer:
-    """Words of a table, from the thread that asks it."""
+    """An answer of a table, or the error in its place, and the thread that had asked."""
 
     source: TableThread
     content: Seen | Swapped | Exception
@@ -100,26 +107,27 @@ class Driver:
     """Carry out the decisions of the core for one process.
 
     Args:
-        table: Used by a thread of the driver alone from now on.
-        state: The core's first state.
-        signs: The life of other processes.
+        table: The table of the group. From now on only a thread of the driver uses it.
+        state: The first state of the core.
+        signs: Judges which other processes live.
         period_s: Seconds between two polls.
         shown: The settings that must be equal on all members, as JSON.
 
     Attributes:
-        state: The core's newest state.
-        is_change_wanted: Headers shall ask for a boundary.
+        state: The newest state of the core.
+        is_change_wanted: The headers of this process's rounds shall ask for a boundary.
         is_broken: The training thread shall stop at once.
-        inner_step: That this process has reached, or of its checkpoint.
-        phase, serves, ways, store: For its beats, see there.
-        waits_since: Since when the training thread may wait for the other members; 0: it does not.
-        waiting_for: The reason for which the core waits; "" for nothing.
-        loss: Why the last look had no answer of the table; None if it had one.
+        inner_step: The inner step that this process, or else its checkpoint, has reached.
+        phase, serves, ways, store: The same fields of this process's beats, see ``Beat``.
+        waits_since: The monotonic time since when the training thread waits for the other members;
+            0 while it does not wait.
+        waiting_for: The reason why the core waits; "" for nothing.
+        loss: Why the table did not answer the last look; None if it did.
         beats: The last beat of every process, by rising key; None before the first look.
-        figures: Returns the text that the host of the table keeps of this process, called on the
-            table's thread; None: no text.
-        left_out_by: The number of a record, and members of it that are about to go on without this
-            process, as one of them has said last.
+        figures: Returns a text about this process, which the host of the table keeps for people;
+            called on the table's thread. None: no text.
+        left_out_by: The number of a record, and the members of it that are about to go on without
+            this process, as one of them has said last.
     """
 
     def __init__(
@@ -146,14 +154,16 @@ class Driver:
         self._orders: dict[type, Order] = {}
         self._ended: Ended | None = None
         self._by_link: dict[str, set[bytes]] = {}
-        # The beats that were read last, by text.
+        # The beats that were parsed at the last look, by their text.
         self._read: dict[bytes, Beat | None] = {}
         self._last_poll = self._last_seen = time.monotonic()
         self._line_at = self._loss_since = 0.0
         self._has_warned = self._is_closing = False
-        # A refusal that waits for another process's settings, until when, and whose.
+        # A refusal or failure to report once another process has shown its settings, the time at
+        # which this process reports without them, and that other process.
         self._refused: tuple[st.Refuse | st.Fail, float, Key] | None = None
-        # Frames that have not left, by receiver and kind; and the time until the next look.
+        # Frames that the link could not send, by receiver and kind; and the time until these and
+        # the look at the table are tried again.
         self._unsent: dict[tuple[bytes, int], bytes] = {}
         self._haste_s, self._haste_at = _HASTE_S, time.monotonic()
         # Frames of processes whose beats are yet to be read.
@@ -174,7 +184,7 @@ class Driver:
     def close(self, patience_s: float = 15.0) -> None:
         """End the threads and the connection to the table; idempotent.
 
-        The others learn that this process takes no further part.
+        The other members are told that this process takes no further part.
         """
         self._events.put(None)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -208,7 +218,7 @@ class Driver:
             self._order(st.Connect(joint.attempt, joint.members))
 
     def lost(self, numbers: Collection[int]) -> None:
-        """Note members to which a round has lost its connection."""
+        """Note the numbers of members to which a round has lost its connection."""
         record = self.state.record
         members = () if record is None else record.members
         self.signs.lost(key.nonce for key in members if key.number in numbers)
@@ -218,7 +228,7 @@ class Driver:
         self._break = function
 
     def next_order(self, timeout_s: float) -> Order | None:
-        """Take the next order; None if there was none in time. ``Ended`` stays."""
+        """Take the next order; None if none came in time. ``Ended`` is returned again and again."""
         with self._news:
             self._news.wait_for(lambda: self._orders or self._ended, timeout_s)
             if self._ended is not None:
@@ -235,12 +245,12 @@ class Driver:
 
     @property
     def is_ending(self) -> bool:
-        """Whether this process waits for nothing but the reason of its end."""
+        """Whether this process was refused, and only waits for the settings that it will name."""
         return self._refused is not None
 
     @property
     def waits(self) -> str:
-        """The reason for which this process waits; "" for nothing."""
+        """Why this process waits, the table's silence first; "" if it does not wait."""
         name = self.state.settings.table_name
         return self.waiting_for if self.loss is None else f"for the {name}: {self.loss}"
 
@@ -273,14 +283,14 @@ class Driver:
         self._table.look()
 
     def store_of(self, key: Key) -> str:
-        """Return the address of a process's store; "" if that is not known."""
+        """Return the address of the store that a process uses; "" if its beat names none."""
         if key == self.state.key:
             return self.store
         beat = (self.beats or {}).get(key)
         return "" if beat is None else beat.store
 
     def ways_of(self, key: Key) -> list[Way] | None:
-        """Return where the links of a process's workers are found; None if that is not known."""
+        """Return the addresses of the links of a replica's workers; None if these are not known."""
         beat = (self.beats or {}).get(key)
         if key == self.state.key:
             found = [Way.from_text(text) for text in self.ways]
@@ -300,7 +310,7 @@ class Driver:
         finally:
             self._is_closing = True
             step = self.inner_step.to_bytes(8, "little", signed=True)
-            # The last beat tells of a run that has ended.
+            # Where the run has ended, the last beat says so, and no frame needs to.
             has_ended = self.state.is_finished and not self.state.settings.is_fixed
             for key in () if has_ended else self._base():
                 self._send(key.nonce, _LEFT, step)
@@ -350,11 +360,11 @@ class Driver:
 
     @property
     def _hastens(self) -> bool:
-        """Whether others may come at any moment for whom this process waits."""
+        """Whether this process waits for others that may come at any moment."""
         return self.state.stage is st.Stage.NEWCOMER or self.state.demand is not None
 
     def _hasten(self, now: float) -> None:
-        """Look for the others, between two polls that measure time; ever more rarely."""
+        """Send unsent frames again and read the table between two polls; ever more rarely."""
         self._haste_s = min(self._period_s, _HASTE_GROWTH * self._haste_s)
         self._haste_at = now + self._haste_s
         unsent, self._unsent = self._unsent, {}
@@ -368,7 +378,7 @@ class Driver:
         self._last_poll = now
         self._ask_again()
         if now - before > _LATE * self._period_s:
-            # This process stood still: that is no silence of the others.
+            # This process was suspended, so the others cannot be blamed for their silence.
             self.signs.stood_still(now - before)
             return
         self._look_after_others()
@@ -377,17 +387,17 @@ class Driver:
         self._say_who_is_waited_for()
 
     def _base(self) -> tuple[Key, ...]:
-        """Return the members of the record that this process knows."""
+        """Return the members of the record that is entered or, for a newcomer, in the table."""
         record = self.state.record or self.state.in_table
         return () if record is None else record.members
 
     def _look_after_others(self) -> None:
-        """Tell the core who lives, if that is news."""
+        """Judge which processes live, and tell the core if that has changed."""
         base = self._base()
         beats = (self.beats or {}).values()
         newcomers = [beat.key for beat in beats if not (beat.place.entered or beat.is_gone)]
         self.signs.want(key.nonce for key in (*base, *newcomers))
-        # In another phase the training thread does work of its own.
+        # Only in an exchange does the training thread wait for others.
         waited = self._waited if self.phase == EXCHANGE else 0.0
         before, life = self.state.life, self.signs.judge(base, waited)
         if life == before or self.state.stage is st.Stage.GONE:
@@ -399,7 +409,7 @@ class Driver:
         self._step(life)
 
     def _break_off_silent_round(self) -> None:
-        """Let rounds fail that wait for a silent member, or for a group without this one."""
+        """Let rounds fail that wait for a silent member, or for a group that left this one out."""
         stage, base = self.state.stage, self._base()
         is_training = stage is st.Stage.TRAINING
         is_inside = is_training or stage is st.Stage.SEALING
@@ -407,8 +417,8 @@ class Driver:
         if self._waited < 2 * self._period_s or not (is_inside or is_outside):
             return
         silent = self.state.life.suspected & {key.nonce for key in base}
-        # The table may hear of a member that this process does not hear. A process that seals lets
-        # rounds end that can.
+        # Members that this process does not hear count even if they still beat in the table. A
+        # process that seals breaks off no round that can still end.
         is_broken = self.is_broken and is_training
         if is_outside or is_broken or silent or self.signs.unreachable(base):
             self.is_broken = True
@@ -421,10 +431,11 @@ class Driver:
         return time.monotonic() - since if since else 0.0
 
     def wait(self) -> tuple[float, tuple[int, ...]]:
-        """Return for how many seconds this process waits for others, and for whom; from any thread.
+        """Return for how long this process has waited for others, and for whom; from any thread.
 
         Returns:
-            0 without a wait; and the numbers of members, as far as these are known.
+            Seconds, 0 without a wait; and the numbers of the members that it waits for, as far as
+            these are known.
         """
         waited, since = self._waited, self._waiting_since
         if since:
@@ -432,7 +443,7 @@ class Driver:
         return waited, self.signs.awaited(self._base()) if waited >= _SOON_S else ()
 
     def _say_who_is_waited_for(self) -> None:
-        """Log once a minute for whom the group waits, though they live."""
+        """Log once a minute which members live and keep the group waiting."""
         if self.state.record is None:
             return
         texts, now = self.signs.waited_for(self._base(), self._waited), time.monotonic()
@@ -443,7 +454,7 @@ class Driver:
     # ------------------------------------------------------------------------------ the table
 
     def _own_beat(self) -> tuple[str, bytes]:
-        """Return name and text of the own beat; on the table's thread."""
+        """Return name and text of the next beat of this process; on the table's thread."""
         self._counter += 1
         state = self.state
         stage = stage_of(state)
@@ -471,7 +482,7 @@ class Driver:
         now, before = time.monotonic(), self._last_seen
         self._last_seen = now
         if self.loss is not None or now - before > self.signs.suspect_after_s / 2:
-            # The others may have beaten meanwhile.
+            # No beats were read meanwhile, so nobody's silence counts.
             self.signs.stood_still(now - before)
         if self.loss is not None:
             self.loss = None
@@ -503,12 +514,12 @@ class Driver:
                 self._hear(frame)
 
     def _beats_of(self, look: Look) -> list[Beat]:
-        """Return the beats by rising key; a text is read once."""
+        """Return the beats in a look, by rising key; a text that has not changed is not parsed."""
         before, self._read, beats = self._read, {}, []
         for name, text in look.beats.items():
             beat = before[text] if text in before else Beat.from_bytes(text)
             self._read[text] = beat
-            # Nobody beats for another process.
+            # A beat under another process's name does not count.
             if beat is not None and name_of(beat.key) == name:
                 count = look.counts.get(name, beat.counter)
                 beats.append(beat if count == beat.counter else replace(beat, counter=count))
@@ -519,7 +530,7 @@ class Driver:
         return beat.place if is_fresh else replace(beat.place, is_fresh=False)
 
     def _is_new_number_taken(self, beats: Sequence[Beat], record: bytes) -> bool:
-        """Take another number where the own one is taken; return whether that was so."""
+        """Overridden: change the replica number if another process has it; return whether so."""
         return False
 
     def _note_loss(self, error: TableAway) -> None:
@@ -536,7 +547,11 @@ class Driver:
             self._break_off()
 
     def _say_whether_cut_off(self) -> None:
-        """Nobody waits for ``busy_after`` for a process that could not come to a new group."""
+        """Tell the others over the link whether this process reaches the table.
+
+        A process that does not reach the table cannot change its group, so the others do not give
+        it up as busy.
+        """
         self.signs.is_cut_off = self.loss is not None
         self.signs.set_progress(self.inner_step, self.phase)
 
@@ -554,7 +569,7 @@ class Driver:
     def _hear(self, frame: _Frame) -> None:
         nonce, kind, content = frame.content[:16], frame.content[16:17], frame.content[17:]
         if nonce not in self._by_link.get(frame.link, ()):
-            # The table has the place of this process, or the process is none of this group.
+            # The sender's beat is not known: read the table, and handle the frame if it is there.
             self._unknown.append(frame)
             self._table.look()
             return
@@ -581,21 +596,21 @@ class Driver:
         way = self.signs.way_to(nonce)
         if way is not None:
             frame = self.state.nonce + bytes([kind]) + content
-            # The core repeats a message that does not leave; a process that waits for others sends
-            # it as soon as the link has connected.
+            # The core repeats a message that the link cannot send. A process that waits for others
+            # does not wait for that: it sends the message as soon as the link has connected.
             with contextlib.suppress(RuntimeError):
                 has_left = self.signs.link.tell(way.nonce, self.signs.service, frame)
                 if self._hastens and not has_left and len(self._unsent) < _MOST_UNKNOWN:
                     self._unsent[nonce, kind] = content
 
     def _take_shown(self, nonce: bytes, content: bytes) -> None:
-        """End this process with the difference of another process's settings."""
+        """Refuse with the setting that differs, as another process has now shown its settings."""
         if self._refused is None or self._refused[2].nonce != nonce:
             return
         self._refuse(self._words_of_difference(self._refused[2].number, shown_of(content)))
 
     def _ask_again(self) -> None:
-        """Ask for the settings of another process, or end without them."""
+        """Ask again for another process's settings; after ``_ASK_S``, refuse without them."""
         if self._refused is None:
             return
         action, until, other = self._refused
@@ -605,11 +620,15 @@ class Driver:
             self._send(other.nonce, _ASK, b"")
 
     def _difference_of_links(self, other: Key) -> str:
-        """Say how the link of a process differs that cannot be asked; "" if it does not."""
+        """Overridden: say how the links of both processes differ, so that they cannot connect.
+
+        Returns:
+            One sentence; "" if they do not differ.
+        """
         return ""
 
     def _refuse(self, reason: str) -> None:
-        """End this process, or its caller's demand, as settings differ."""
+        """End this process, or fail its caller's demand, as settings differ."""
         assert self._refused is not None
         if isinstance(self._refused[0], st.Fail):
             self._order(replace(self._refused[0], reason=reason))
@@ -618,7 +637,7 @@ class Driver:
         self._refused = None
 
     def _forget_refusal(self) -> None:
-        """Say nothing to a caller of what was found for a former demand."""
+        """Drop a refusal of a former demand, which the caller of the next one must not get."""
         self._refused = None
         with self._news:
             self._orders.pop(st.Fail, None)
@@ -636,7 +655,7 @@ class Driver:
         for action in actions:
             self._carry_out(action)
         if self.state is not before and _is_news(before, self.state):
-            # The others shall learn of it at once.
+            # A look also publishes a beat: the others shall learn of the change at once.
             self._table.look()
 
     def _carry_out(self, action: st.Action) -> None:
@@ -692,7 +711,7 @@ class Driver:
             self._news.notify_all()
 
     def _break_off(self) -> None:
-        """Let what the training thread waits for fail."""
+        """Let the rounds fail for which the training thread waits."""
         try:
             self._break()
         except RuntimeError as error:
@@ -706,29 +725,35 @@ class Driver:
     # ------------------------------------------------------------- for the rooms above this one
 
     def _has_entered(self, record: Record) -> None:
-        """Note that this process has entered a record."""
+        """Overridden: called when this process has entered a record."""
 
     def _say_waiting(self, reason: str) -> None:
-        """Tell the user why this process waits; "" when it waits no longer."""
+        """Overridden: tell the user why this process waits; "" when it waits no longer."""
 
     def _say_suspected(self, numbers: tuple[int, ...]) -> None:
-        """Tell the user of silent members."""
+        """Overridden: tell the user which members have fallen silent."""
 
 
 def _is_old(beat: Beat) -> bool:
-    """Whether a beat is the last word of a process that was in no record."""
+    """Whether the process of a beat has ended without ever entering a record."""
     return beat.is_gone and beat.place.entered == NO_RECORD and not beat.place.is_finished
 
 
 def _is_news(before: st.State, after: st.State) -> bool:
-    """Whether the beat of a process changes in the parts by which other processes decide."""
+    """Whether a beat of the new state differs in fields by which other processes decide."""
     names = ("entered", "has_state", "follows", "is_leaving", "is_finished", "cuts")
     has_gone = after.stage is st.Stage.GONE and before.stage is not st.Stage.GONE
     return has_gone or any(getattr(before, name) is not getattr(after, name) for name in names)
 
 
 def look_s(num_beats: int, least_s: float, suspect_after_s: float) -> float:
-    """Return the seconds between two looks at the table: a large group looks less often."""
+    """Return the seconds between two looks at the table: a large group looks less often.
+
+    Args:
+        num_beats: Processes that beat.
+        least_s: The shortest time to return.
+        suspect_after_s: A third of this time is the longest to return, unless ``least_s`` is more.
+    """
     longest_s = max(least_s, min(_LONGEST_LOOK_S, suspect_after_s / 3))
     return min(max(least_s, num_beats * _LOOK_S), longest_s)
 

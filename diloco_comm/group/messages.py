@@ -1,13 +1,13 @@
-"""Messages of processes about the next record, and their bytes.
+"""The messages by which processes agree on the next record, and their bytes.
 
-    HERE      a member has stopped in its record, or its caller demands a group: who leads?
-    PREPARE   proposer to members: stop in the base, and get ready for these members
-    SEALED    member to proposer: this process has stopped for good; how far it is
-    READY     member to proposer: every member is heard on a link, and the devices are connected
-    NO        the answer to HERE or PREPARE that goes no further, and why
-    OPEN      proposer to members, and the answer on a lower base: a later record
+    HERE      to the process that is to lead: the sender has stopped, or its caller demands a group
+    PREPARE   proposer to members: stop in your record, and connect to the members of the next one
+    SEALED    member to proposer: the sender has stopped for good, and how far its rounds are
+    READY     member to proposer: the sender is connected to every member of the next record
+    NO        refuses a HERE or a PREPARE, and says why
+    OPEN      brings a record: from its proposer to its members, or to a process that is behind
 
-A message belongs to the channel of one run, between two processes that know each other's nonces.
+The *base* is the record that a process has entered, and from which it goes on to the next one.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _MAX_NUMBER = 0xFFFFFFFF
 MISSING = "nothing"
 _LONGEST_VALUE = 200
 
-# The attempt of a NO that answers HERE.
+# A NO that answers HERE, and so no attempt, has this attempt.
 NO_ATTEMPT = Attempt(bytes(NONCE_BYTES), 0)
 
 
 class Why(IntEnum):
     """The reason of a NO.
 
-    CUT: no way to some members. SETTINGS: another model or other settings. MEMBERS: the caller of
-    this process demands other members. FAILED: a member could not connect, whatever the reason; a
-    proposer says this of its own attempt, too; without an attempt, the caller of this process waits
-    no longer. KEY: as CUT, where a member does not let in the keys
-    of others; a proposer says this to them, too.
+    CUT: the sender cannot reach some members. SETTINGS: the sender has another model or other
+    settings. MEMBERS: the sender's caller demands other members. FAILED: a member could not
+    connect, whatever the reason; a proposer also ends its own attempt so. With ``NO_ATTEMPT``, the
+    sender's caller waits no longer. KEY: the sender does not let in the keys of some members; the
+    proposer passes this on to them.
     """
 
     CUT = 1
@@ -62,13 +62,13 @@ class Why(IntEnum):
 
 @dataclass(frozen=True)
 class Here:
-    """A member has stopped in its base, or is told with whom to go on.
+    """The sender has stopped in its base, or its caller demands these members.
 
     Attributes:
-        base: Number of the record that it has entered; NO_RECORD for a newcomer.
+        base: Number of the record that the sender has entered; NO_RECORD for a newcomer.
         base_hash: Hash of that record.
-        demand: Numbers that its caller demands; () for all that live.
-        cut: Nonces of members that it cannot reach.
+        demand: Numbers of the replicas that its caller demands; () for all that live.
+        cut: Nonces of members that the sender cannot reach.
     """
 
     base: int
@@ -79,17 +79,17 @@ class Here:
 
 @dataclass(frozen=True)
 class Prepare:
-    """A proposer asks members to stop in the base.
+    """The proposer asks the members of the next record to stop in the base and to connect.
 
     Attributes:
         base: Number of the record from which they go on; NO_RECORD where the run is founded.
         base_hash: Hash of that record.
         members: All members of the next record, by number.
-        joined: Numbers of members that bring no state of the base.
-        is_patient: Rounds under way end before a member seals, as nobody is left out.
-        settings: Hash of what must be equal on all members.
+        joined: Numbers of the members that bring no outer state of the base.
+        is_patient: Nobody is left out, so that rounds under way can end before a member seals.
+        settings: Hash of the settings that must be equal on all members.
         table: Id of the table for which the next record is made.
-        cause: For people.
+        cause: Why the group changes, for people.
     """
 
     attempt: Attempt
@@ -108,8 +108,9 @@ class Sealed:
     """A promise: this process votes and applies nothing any more, except by the next record.
 
     Attributes:
-        positions: How far it is; () if it never came to hold the state.
-        inner_step: That it has reached.
+        base: Number of the record that the sender has entered.
+        positions: How far each stream of the sender is; () if it never held the outer state.
+        inner_step: The inner step that the sender has reached.
     """
 
     attempt: Attempt
@@ -120,7 +121,7 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Ready:
-    """Every member of the attempt is heard on a link, and devices are connected."""
+    """The sender has connected its link, and its devices, to every member of the attempt."""
 
     attempt: Attempt
 
@@ -130,9 +131,9 @@ class No:
     """A refusal.
 
     Attributes:
-        attempt: NO_ATTEMPT as the answer to HERE.
-        cut: Nonces of members to which it has no way.
-        demand: Numbers that its caller demands.
+        attempt: The refused attempt; NO_ATTEMPT where this answers a HERE.
+        cut: Nonces of members that the sender cannot reach, or whose keys it does not let in.
+        demand: Numbers of the replicas that the sender's caller demands.
         text: One sentence for people, or "".
     """
 
@@ -145,7 +146,7 @@ class No:
 
 @dataclass(frozen=True)
 class Open:
-    """Attributes: record: The bytes of the next record."""
+    """A record that its receiver may not have entered yet, as bytes."""
 
     record: bytes
 
@@ -157,7 +158,7 @@ def encode(message: Message) -> bytes:
     """Return the bytes of a message.
 
     Raises:
-        ValueError: If they would be too long.
+        ValueError: If the message is longer than ``MAX_MESSAGE_BYTES``.
     """
     kind, values = type(message), list(vars(message).values())
     writer = Writer()
@@ -178,7 +179,7 @@ def decode(content: bytes) -> Message:
     """Return the message that bytes hold.
 
     Raises:
-        ValueError: If they hold none, with one sentence; no other error.
+        ValueError: If the bytes hold no message of this version. Bytes raise no other error.
     """
     if content[:1] and content[0] != VERSION:
         raise ValueError(
@@ -201,11 +202,11 @@ def decode(content: bytes) -> Message:
 
 
 class _Part(NamedTuple):
-    """The bytes of one field of a message, or of successive ones.
+    """How one field of a message, or ``num_fields`` successive ones, become bytes and back.
 
     Attributes:
-        write: Writes the values of the fields.
-        read: Returns them.
+        write: Takes a ``Writer`` and the values of the fields.
+        read: Takes a ``Reader``, and returns the values.
     """
 
     write: Callable[..., None]
@@ -214,7 +215,7 @@ class _Part(NamedTuple):
 
 
 def _one_of(*choices: int) -> _Part:
-    """Return one byte for one of these values."""
+    """Return the part for a field of one byte, which has one of these values."""
 
     def read(reader: Reader) -> list[int]:
         (value,) = reader.fixed("B")
@@ -249,7 +250,7 @@ def _read_nonces(reader: Reader) -> list[tuple[bytes, ...]]:
 
 
 def _write_text(writer: Writer, text: str) -> None:
-    # A cut may fall into a character of several bytes.
+    # The limit may fall within a character of several bytes: drop its first bytes, too.
     short = text.encode()[:MAX_TEXT_BYTES].decode(errors="ignore")
     writer.blob(short.encode())
 
@@ -293,9 +294,10 @@ def other_settings(run: str, own: int, other: int, here: str = "", there: str = 
     """Return why a replica cannot join a run, in one sentence.
 
     Args:
+        run: Name of the run.
         own, other: Numbers of the replica and of a member with other settings.
-        here, there: The settings and the model of the two, as JSON; "" where unknown. The sentence
-            names the first value that differs.
+        here, there: Settings and model of the replica and of that member, as JSON; "" where
+            unknown. If both are known, the sentence names the first value that differs.
     """
     try:
         where = (f"on replica {own}", f"on replica {other}")
@@ -317,7 +319,7 @@ def difference(
     Args:
         here, there: The values of this replica and of another one.
         name: The keys that lead to the values, with dots; "" at the top.
-        where: Words for the two replicas.
+        where: How the sentence names the two replicas, such as "on replica 3".
     """
     if here == there:
         return ""

@@ -1,7 +1,8 @@
-"""The members with which a process would go on, as it sees them now: a function of its state.
+"""Plans: the next record that a process would propose, as a function of its state.
 
-Several processes may lead attempts: the table takes one. So plans need not agree to be safe; they
-are made so that in quiet times all agree, and the lowest member leads.
+The *base* is the record from which a process goes on: the record that it has entered or, for a
+newcomer, the newest in the table. Processes may plan different records and propose all of them:
+the table takes one. In quiet times all plan the same record, and the lowest member leads.
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ from .reach import largest_group
 from .records import NO_HASH, NO_RECORD, Attempt, Key, Record
 from .state import Place, Stage, State, place_of
 
-# Polls of a process that stands at a boundary, and knows nobody that comes or goes.
+# Polls for which a process that has stopped at a boundary, and sees nobody join or leave, waits for
+# news of them: the member that asked for the boundary has seen somebody.
 _NEWS_POLLS = 2
-# A table holds the record of so many, and of a thousand streams.
+# With so many members, and a thousand streams, a record still fits into a table.
 MOST_MEMBERS = 1000
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The next thing that a process would do.
+    """The record that a process would propose now, or the reason why it waits.
 
     Attributes:
-        draft: The record to propose, without decision; None to wait.
-        leader: Another process that is to lead.
-        reason: The thing for which this process waits, in words.
-        patience: Polls to wait before the proposal.
+        draft: The record to propose, without its decision; None to wait.
+        leader: The process that is to lead, often another one; None where none is known.
+        reason: The end of "waits ...", for people.
+        patience: Polls for which this process waits before it proposes ``draft``.
         is_over: The run has ended, as ``reason`` says.
     """
 
@@ -39,11 +41,11 @@ class Plan:
 
 
 def plan_of(state: State) -> Plan:
-    """Return what this process would do now."""
+    """Return the plan of the process with this state."""
     roster = Roster(state)
     record = state.record
     if state.has_lost_record:
-        # D5: a record that was entered can only be followed, unless a table has lost its memory.
+        # Nobody may go back to a former record: wait until the table has the entered one again.
         names = state.settings
         return Plan(
             reason=f"until the {names.table_name} has its record again: it knew "
@@ -59,7 +61,7 @@ def plan_of(state: State) -> Plan:
         plan = _found(state, roster, record)
     away = set(roster.base) - set(plan.draft.members if plan.draft else roster.base)
     if away and state.has_moved and not state.settings.is_fixed:
-        # D3: nobody can know whether the lost memory had a later record.
+        # The lost memory may have had a later record, so no member of the base can be left out.
         return Plan(
             reason=f"until replicas {_numbers(away)} answer, as the registry has lost its memory "
             "and they may have gone on; to begin anew, start all replicas again"
@@ -71,15 +73,16 @@ class Roster:
     """The other processes, as one process sees them now.
 
     Attributes:
-        record: The record that is entered or, for a newcomer, in the table.
-        base: Members of the record that is entered or, for a newcomer, in the table.
+        record: The base.
+        base: Members of the base.
         here: Members of the base that live and stay.
-        leaving: Members of the base that live and are to leave, or that never came to hold the
-            state and could not connect.
-        holders: Members of the base that live and hold its state.
-        newcomers: Processes that are ready to come.
-        coming: Processes that are not ready yet, or that wait as they could not connect.
-        is_given_away: The members that leave are the only ones with state: others take it first.
+        leaving: Members of the base that live and are to leave. Members that never held the outer
+            state, and could not connect, are among them.
+        holders: Members of the base that live and hold its outer state.
+        newcomers: Processes outside the base that can join now.
+        coming: Processes outside the base that still copy the outer state, or that are put off.
+        is_given_away: Only members that are to leave hold the outer state, so that they stay until
+            others have copied it.
     """
 
     def __init__(self, state: State) -> None:
@@ -103,7 +106,7 @@ class Roster:
             self.leaving = [key for key in self.leaving if key not in self.here]
 
     def lives(self, key: Key) -> bool:
-        """Whether a process may live; a member is heard on the link, others by their places."""
+        """Whether a process may live: by the link for a member, by its beats for others."""
         state = self._state
         if key == state.key:
             return True
@@ -117,17 +120,17 @@ class Roster:
         return key.nonce in self._state.life.dead or self.place(key).is_finished
 
     def is_fresh(self, key: Key) -> bool:
-        """Whether the table hears of a process."""
+        """Whether a process has beaten lately, and has not ended."""
         return self.place(key).is_fresh and not self.is_gone(key)
 
     def place(self, key: Key) -> Place:
-        """Return the place of a process; an old one that says nothing where the table has none."""
+        """Return the place of a process; an empty one, not fresh, if the table has none."""
         if key == self._state.key:
             return self._own
         return self._places.get(key.nonce) or Place(key, b"", is_fresh=False)
 
     def may_hold(self) -> list[Key]:
-        """Return members of the base that the table hears of and that may hold its state."""
+        """Return the members of the base that have beaten lately and may hold its outer state."""
         return [key for key in self.base if self.is_fresh(key) and self._holds(key)]
 
     def _leaves(self, key: Key) -> bool:
@@ -135,7 +138,7 @@ class Roster:
         return is_put_off or self.place(key).is_leaving or key.number in self._state.evict
 
     def brings_nothing(self, key: Key) -> bool:
-        """Whether a process has come, or is to come, and lacks the state of its group."""
+        """Whether a process is outside the base, or in it without the outer state."""
         is_begun = self.record is not None and self.record.source is None
         return key not in self._members or (is_begun and not self._holds(key))
 
@@ -143,15 +146,17 @@ class Roster:
         record, place = self.record, self.place(key)
         if key == self._state.key or record is None:
             return self._state.has_state
-        # Neither the source nor another member may have said yet that it has entered.
+        # A member that brought the state, and the source, hold it though their places may not say
+        # yet that they have entered. A member that joined holds it once its place says so.
         told = key.number not in self._joined or key.number == record.source
         return told or (place.entered == record.number and place.has_state)
 
     def _newcomers(self, taken: set[int]) -> tuple[list[Key], list[Key]]:
-        """Return living processes outside the group that may join; add their numbers to ``taken``.
+        """Return the living processes outside the base that may join, in two lists.
 
-        Such a process has the settings of this group, and a replica number that is not taken. The
-        first list can join now; the second still copies the state, or waits.
+        Such a process has the settings of this group, and a replica number that is not in
+        ``taken``, to which the numbers are added. The processes of the first list can join now;
+        the processes of the second still copy the outer state, or are put off.
         """
         ready: list[Key] = []
         coming: list[Key] = []
@@ -164,7 +169,7 @@ class Roster:
                     taken.add(key.number)
                     waits = self._put_off.get(key.nonce, 0) > 0 and not is_short
                     (coming if place.follows is None or waits else ready).append(key)
-        # Those that come again come one at a time: one of them may have kept the others out.
+        # Processes that were put off come one at a time: one of them may have kept the rest out.
         first = [key for key in ready if key.nonce not in self._put_off] or ready[:1]
         return first, sorted({*coming, *ready} - {*first})
 
@@ -174,7 +179,7 @@ class Roster:
         return [by_nonce[nonce] for nonce in largest_group(list(by_nonce), self.cuts())]
 
     def reaching(self, group: Sequence[Key], others: Iterable[Key]) -> list[Key]:
-        """Return the others that reach all of a group and each other, the lowest first."""
+        """Return the ``others`` that reach all of ``group`` and each other, the lowest first."""
         cuts, taken = {frozenset(pair) for pair in self.cuts()}, list(group)
         for key in sorted(others):
             if not any(frozenset((key.nonce, one.nonce)) in cuts for one in taken):
@@ -182,7 +187,7 @@ class Roster:
         return taken[len(group) :]
 
     def cuts(self) -> set[tuple[bytes, bytes]]:
-        """Return pairs of processes that cannot reach each other, as one of them says."""
+        """Return pairs of nonces: one of the two processes says that it cannot reach the other."""
         state = self._state
         cuts = set(state.cuts) | {(state.nonce, nonce) for nonce in state.life.cut}
         for place in state.places:
@@ -195,7 +200,7 @@ class Roster:
 
 
 def _continue(state: State, roster: Roster, record: Record) -> Plan:
-    """Go on with the members of the base that live (rules 1, 7, 9 and 15)."""
+    """Plan the next record of the living members of the base (rules 1, 7, 9 and 15)."""
     others = _numbers(roster.here)
     if state.key not in roster.here:
         return Plan(leader=min(roster.here, default=None), reason=f"until replicas {others} go on")
@@ -219,7 +224,7 @@ def _continue(state: State, roster: Roster, record: Record) -> Plan:
     if len(draft.members) + num_finished < state.settings.min_replicas:
         return Plan(reason=_too_few(state.settings.min_replicas, draft.members))
     if state.stage is Stage.STOPPED and not (draft.joined or draft.left_out):
-        # Another member has seen whom this one has yet to read of.
+        # Another member asked for this boundary for a process that this one has yet to read of.
         patience += _NEWS_POLLS
     return Plan(draft, group[0], reason, group.index(state.key) * limit + patience)
 
@@ -227,9 +232,13 @@ def _continue(state: State, roster: Roster, record: Record) -> Plan:
 def _patience(
     state: State, roster: Roster, record: Record, group: Sequence[Key]
 ) -> tuple[int, str]:
-    """Wait before a part of the base goes on without members that may train on (rule 7).
+    """Return how long ``group`` waits before it goes on without the rest, and why (rule 7).
 
-    A process that is cut off from the rest, but not from the table, must not fence the rest.
+    Without this wait, a process that reaches the table but not the other members would leave
+    out all of them.
+
+    Returns:
+        Polls, and the reason for people: 0 and "" if the rest is a minority that does not beat.
     """
     rest = sorted(set(record.members) - {*group, *roster.leaving})
     rest = [key for key in rest if not roster.is_gone(key)]
@@ -252,7 +261,7 @@ def _numbers(keys: Iterable[Key]) -> list[int]:
 
 
 def _newcomer(state: State, roster: Roster) -> Plan:
-    """Wait to be let in, or found the run where nobody holds its state."""
+    """Plan for a process in no record: wait to be let in, or found the run."""
     record, own = state.in_table, state.key.number
     if record is not None and record.is_finished and not state.settings.allows_rollback:
         return _end_of_run(state, record)
@@ -274,14 +283,17 @@ def _newcomer(state: State, roster: Roster) -> Plan:
 
 
 def _found(state: State, roster: Roster, record: Record | None) -> Plan:
-    """Begin where no living member of the base holds its state (rules 11 and 12)."""
+    """Plan a record that begins anew, as no living member of the base holds its outer state.
+
+    One member brings a checkpoint, or fresh parameters, for all (rules 11 and 12).
+    """
     settings = state.settings
     inside = [place.key for place in state.places if place.entered != NO_RECORD]
     if away := _numbers(key for key in inside if roster.is_fresh(key) and key not in roster.base):
         return Plan(reason=f"until replicas {away} tell the registry of the view that they are in")
     if holders := roster.may_hold():
         return Plan(reason=f"until replicas {_numbers(holders)} answer, which may have the state")
-    # G6: the members of the base come first.
+    # Members of the base lead before newcomers: a member must be the first in the next record.
     known = roster.connected({*roster.here, *roster.newcomers})
     group = sorted(known, key=lambda key: (key not in roster.base, key))
     if state.key not in group:
@@ -317,8 +329,11 @@ def _end_of_run(state: State, record: Record) -> Plan:
 def _missing_state(roster: Roster, record: Record, best: Place) -> str:
     """Say what is missing to go on from a record whose members all seem to have died (rule 12).
 
-    Nobody may go on alone while they might still train. Where one of them has started again, or
-    never came to train, no round of the members can count any more.
+    Others may go on only once these members can no longer train. That is certain when one of them
+    has started again, or lives without the outer state: without it, no round can count.
+
+    Returns:
+        The end of "waits ..."; "" if nothing is missing.
     """
     members, least = list(record.numbers), record.inner_step
     has_returned = any(key.number in members for key in roster.newcomers)
@@ -327,7 +342,7 @@ def _missing_state(roster: Roster, record: Record, best: Place) -> str:
             f"until one of replicas {members} starts again, as none of them is heard of; to begin "
             "anew, give the run another name, or rollback=True"
         )
-    # Those that died may have trained, but not without a member that lacks the state.
+    # A member lives that never held the outer state: without it the others cannot have trained.
     is_untrained = bool(roster.here) and not least
     if not is_untrained and not (best.has_checkpoint and best.inner_step >= least):
         return (
@@ -342,20 +357,20 @@ def _missing_state(roster: Roster, record: Record, best: Place) -> str:
 
 
 def _demanded(state: State, roster: Roster) -> Plan:
-    """Go on with the members that the caller has demanded (rule 10)."""
+    """Plan the record with the members that the caller of ``change_group`` demands (rule 10)."""
     demand = state.demand
     if demand is None:
         return Plan()
     living = [key for key in roster.base if roster.lives(key)]
     known = {key.number: key for key in (*roster.newcomers, *living)}
     if state.record is None and not state.may_found:
-        # The members know better whether the former process of this number lives.
+        # This process takes over a number: only the members know whether the former process lives.
         known[state.key.number] = state.key
     group = [known[number] for number in demand if number in known] or roster.connected(living)
     missing = [number for number in demand if number not in known]
     holders = [key for key in group if key in roster.holders]
     if state.record is None and not (state.may_found or holders):
-        # A store that is new to the members has their places, and no record yet.
+        # The members have changed to a new store: it has their places, and no record yet.
         inside = [p.key for p in state.places if p.entered != NO_RECORD and p.key.number in demand]
         leader = min(filter(roster.is_fresh, inside), default=None)
         return Plan(leader=leader, reason=f"until the group of replicas {list(demand)} trains")
@@ -371,7 +386,7 @@ def _demanded(state: State, roster: Roster) -> Plan:
         )
     leader = min(holders or set(group) & set(roster.base) or group)
     if missing:
-        # Another caller may demand other members.
+        # Name the leader all the same: it finds out if another caller demands other members.
         return Plan(leader=leader, reason=f"until replicas {missing} come")
     if leader != state.key:
         return Plan(leader=leader, reason=f"until replica {leader.number} leads the change")
@@ -390,7 +405,7 @@ def _demanded(state: State, roster: Roster) -> Plan:
 def draft_of(
     state: State, record: Record | None, group: Iterable[Key], joined: Collection[Key]
 ) -> Record:
-    """Return the record that would follow another, without decision."""
+    """Return the record of the members ``group`` that would follow ``record``, without decision."""
     members = tuple(sorted(group))
     left_out = set(() if record is None else record.numbers) - {key.number for key in members}
     return Record(

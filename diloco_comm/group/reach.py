@@ -1,4 +1,4 @@
-"""Which members go on where some pairs cannot reach each other.
+"""The largest group of members that can go on together when some pairs cannot reach each other.
 
 Members and cut pairs are the points and edges of a graph. A group in which all reach each other is
 a set of points without an edge between them, so the largest group is a largest independent set.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-# Members looked at by one search, over all its steps: about a tenth of a second in Python.
+# The most members that all steps of one search may look at: about 0.1 s in Python.
 MOST_LOOKS = 100_000
 Name = TypeVar("Name", bound=Hashable)
 
@@ -29,12 +29,12 @@ def largest_group(members: Sequence[Name], cuts: Iterable[tuple[Name, Name]]) ->
 def largest_connected(num_members: int, cuts: Iterable[tuple[int, int]]) -> list[int]:
     """Return the largest set of members that all reach each other.
 
-    The set with the lowest members wins among equally large ones. The work is bounded: where a
-    tangle of cuts needs more than ``MOST_LOOKS``, a large set is returned that need not be the
-    largest. The result depends on the arguments alone, so that all processes find the same.
+    The set with the lowest members wins among equally large ones. The work is bounded: if an exact
+    search needs more than ``MOST_LOOKS``, the function returns a large set that need not be the
+    largest. The result depends on the arguments alone, so that all processes find the same set.
 
     Args:
-        num_members: Members are the numbers from 0.
+        num_members: The members are the numbers from 0 to ``num_members - 1``.
         cuts: Pairs that cannot reach each other, in any order. A pair of equal numbers is no cut.
 
     Returns:
@@ -68,10 +68,10 @@ class _TooMuch(Exception):
 
 
 class _Search:
-    """Exact search; sets of members are the bits of integers.
+    """Exact search. A set of members is an integer: bit i is set if member i is in the set.
 
     Args:
-        apart: For each member, those that it cannot reach.
+        apart: For each member, the set of members that it cannot reach.
     """
 
     def __init__(self, apart: Sequence[int]) -> None:
@@ -80,12 +80,12 @@ class _Search:
         self._num_looks = 0
 
     def lowest(self, part: int) -> int:
-        """Return a largest subset of members that all reach each other, as a set of bits.
+        """Return the largest subset of ``part`` whose members all reach each other.
 
-        Among equally large ones it has the lowest members.
+        Among equally large subsets, it is the one with the lowest members.
 
         Args:
-            part: Members between which and all others there is no cut, as a set of bits.
+            part: A set of members without a cut to any member outside the set.
 
         Raises:
             _TooMuch: If the search would look at more than ``MOST_LOOKS`` members.
@@ -102,15 +102,17 @@ class _Search:
         return chosen
 
     def size(self, members: int) -> int:
-        """Return the size of the largest set of ``members``."""
+        """Return the size of the largest subset of ``members`` that all reach each other."""
         if members not in self._sizes:
             self._sizes[members] = sum(map(self._size_of_part, _parts(members, self._apart)))
         return self._sizes[members]
 
     def _size_of_part(self, members: int) -> int:
-        """Take members that are certain, and try both ways for the member with the most cuts.
+        """Return the same as ``size``, for members that cuts connect.
 
-        The way without that member is the next turn of the loop, so that calls nest little.
+        Each turn of the loop takes a member with at most one cut, if there is any. Else it tries
+        the member with the most cuts: a nested call takes that member, and the next turn goes on
+        without it, so that calls nest little.
         """
         best = num_taken = 0
         while members:
@@ -119,20 +121,20 @@ class _Search:
             least = min(num_cuts, key=lambda member: num_cuts[member])
             most = max(num_cuts, key=lambda member: num_cuts[member])
             if num_cuts[least] <= 1:
-                # Some largest set has every member with one cut, or with none.
+                # Some largest set has this member: it has one cut at most.
                 num_taken += 1
                 members = self._within(members, least)
                 continue
             if num_cuts[most] > 2:
                 best = max(best, num_taken + 1 + self.size(self._within(members, most)))
-            # Where all have two cuts they stand in rings: the rest without any one is as good.
+            # If each has exactly two cuts, these form rings: any one member can be left out.
             members &= ~(1 << most)
             if len(list(_parts(members, self._apart))) > 1:
                 return max(best, num_taken + self.size(members))
         return max(best, num_taken)
 
     def _within(self, members: int, member: int) -> int:
-        """Return the ``members`` that may stand beside one that is taken."""
+        """Return the ``members`` that reach ``member``, without itself."""
         return members & ~(self._apart[member] | 1 << member)
 
     def _look(self, members: int) -> None:
@@ -142,7 +144,10 @@ class _Search:
 
 
 def _greedy(part: int, apart: Sequence[int]) -> int:
-    """Take the member with the fewest cuts again and again; of equal ones the lowest."""
+    """Return a large set, not always the largest: take the member with the fewest cuts each time.
+
+    Among members with equally few cuts, the lowest is taken.
+    """
     chosen = 0
     while part:
         best = min(_members(part), key=lambda member: ((apart[member] & part).bit_count(), member))
@@ -152,7 +157,7 @@ def _greedy(part: int, apart: Sequence[int]) -> int:
 
 
 def _parts(members: int, apart: Sequence[int]) -> Iterator[int]:
-    """Yield the parts between which there is no cut, by their lowest members."""
+    """Yield the connected components of the graph of cuts, the one with the lowest member first."""
     while members:
         part = edge = members & -members
         while edge:

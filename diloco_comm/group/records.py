@@ -1,8 +1,8 @@
-"""Records: who trains together, one after another in one key of a table.
+"""Records: each says which replicas train together; the table holds the newest one.
 
 Record n + 1 names record n by its hash, and says which rounds count that were under way when its
-members stopped in record n. The table changes a record by compare-and-swap only, so there is one
-chain of records, whatever anybody believes of anybody. Records name processes, not addresses.
+members stopped in record n. The table replaces its record by compare-and-swap only, so the records
+form one chain, even if processes wrongly suspect each other. Records name processes, not addresses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from .streams import Damaged, Positions, Reader, Writer
 
-# With a message around it, a record fits into one message of the link's control class.
+# An OPEN with a record of this length still fits into one control message of the link.
 MAX_RECORD_BYTES = 60 << 10
 NONCE_BYTES = HASH_BYTES = 16
 # The first record has number 1.
@@ -32,8 +32,8 @@ class Key(NamedTuple):
     """One process.
 
     Attributes:
-        number: The replica's number; stays when the process starts again.
-        nonce: The name of the process's link, 16 bytes; another one after each start.
+        number: The replica's number, which it keeps when its process starts again.
+        nonce: 16 random bytes that name the process; it draws new ones when it starts again.
     """
 
     number: int
@@ -41,11 +41,11 @@ class Key(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """One attempt to go from a record to the next; a process makes one at a time.
+    """The name of one attempt to go from a record to the next; a process makes one at a time.
 
     Attributes:
-        proposer: Nonce.
-        counter: Higher with each attempt of this process, from 1 on.
+        proposer: The nonce of the process that leads the attempt.
+        counter: How many attempts that process has begun, with this one.
     """
 
     proposer: bytes
@@ -54,22 +54,22 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """Those who train together, and what became of the rounds before.
+    """The replicas that train together, and which rounds of the record before count.
 
     Attributes:
-        number: One more than in the record before; 1 for the first.
-        parent: Hash of the record before; NO_HASH for the first.
+        number: One more than in the record before; 1 for the first record.
+        parent: Hash of the record before; NO_HASH in the first record.
         table: Id of the table for which this record was made.
         founding: Hash of record 1; NO_HASH in record 1 itself.
-        attempt: That led to this record.
-        members: By number.
-        joined: Numbers of the members that bring no state of the record before.
-        decision: The rounds that count of the record before, and where each stream goes on.
-        inner_step: The members go on from this inner step.
-        source: Number of the member whose state all take; None if the state of the record before
-            goes on.
+        attempt: The attempt that led to this record.
+        members: The processes that train together, by rising replica number.
+        joined: Numbers of the members that bring no outer state of the record before.
+        decision: For each stream, which rounds of the record before count, and where it goes on.
+        inner_step: The inner step from which the members go on.
+        source: Number of the member whose outer state all members take, where the run begins or
+            goes on from a checkpoint; None where the outer state of the record before goes on.
         left_out: Numbers of the members of the record before that are not members of this one.
-        evicted: Numbers of those that somebody has asked to leave out.
+        evicted: Numbers of those left out whose eviction somebody has asked for.
         is_finished: The members have taken all steps of the run.
     """
 
@@ -103,22 +103,22 @@ class Record:
         """Return the bytes of this record: equal bytes for equal records.
 
         Raises:
-            ValueError: If a table would not hold them.
+            ValueError: If they are more than ``MAX_RECORD_BYTES``.
         """
         return _to_bytes(self)
 
     @staticmethod
     def from_bytes(content: bytes) -> Record:
-        """Return the record that a table holds.
+        """Return the record that these bytes hold.
 
         Raises:
-            ValueError: If it is no record, a damaged one, or one of another version.
+            ValueError: If the bytes are no record, a damaged one, or one of another version.
         """
         return _from_bytes(content)
 
     @property
     def hash(self) -> bytes:
-        """The name of this record: 16 bytes."""
+        """The hash of this record's bytes, 16 bytes, by which the next record names it."""
         return record_hash(_to_bytes(self))
 
 
@@ -132,7 +132,7 @@ def cause_of(record: Record) -> str:
 
 
 def record_hash(content: bytes) -> bytes:
-    """Return the name of a record by its bytes."""
+    """Return the hash of a record's bytes, which is its name in the next record."""
     return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
 
 
@@ -206,7 +206,7 @@ def _read(reader: Reader) -> Record:
 
 
 def write_members(writer: Writer, members: Sequence[Key], joined: Sequence[int]) -> None:
-    """Write members, 24 bytes each: number, whether it has joined, nonce."""
+    """Write members, 24 bytes each: number, whether the number is in ``joined``, nonce."""
     writer.number(len(members))
     for member in members:
         writer.fixed("II16s", member.number, member.number in joined, member.nonce)
@@ -216,7 +216,7 @@ def read_members(reader: Reader) -> tuple[tuple[Key, ...], tuple[int, ...]]:
     """Read members in the order of their numbers, and the numbers of those that have joined.
 
     Raises:
-        Damaged: If these are no members.
+        Damaged: If there are none, or they are out of order.
     """
     members: list[Key] = []
     joined: list[int] = []

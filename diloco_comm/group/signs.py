@@ -1,4 +1,4 @@
-"""Which processes live: as their links tell, and as their beats in the table tell."""
+"""Signs of life: which processes seem to live, by their links and by their beats in the table."""
 
 from __future__ import annotations
 
@@ -14,26 +14,30 @@ from .beats import FINISHED, Beat, Way
 from .records import Key
 from .state import Life
 
-# Seconds of silence after which a process is not heard any more to which there is no connection.
+# A process without a connection to this one counts as heard for so many seconds of silence.
 _LOST_S = 2.0
-# Seconds after which the link is asked again for ways that it does not have, and seconds after
-# which a newcomer counts as cut off.
+# Seconds between two tries to connect the link to processes that it does not reach, and seconds
+# after which a process that it still does not reach counts as cut off.
 _REACH_AGAIN_S = 3.0
-# Seconds without a beat, after a round has lost the connection to the process.
+# After a round has lost the connection to a process, so many seconds without a beat of it are
+# enough to suspect it.
 _UNHEARD_S = 2.0
-# The phase of a process that does not hear its table, and of one that waits for the others.
+# Phases that a process tells its peers over the link: its table does not answer it, it waits for
+# the others in an exchange, or it takes inner steps.
 CUT_OFF, EXCHANGE, STEPS = "cut off", "exchange", "steps"
 
 
 @dataclass
 class _Sight:
-    """The knowledge of one process.
+    """The beats of one other process, as far as this process has seen them.
 
     Attributes:
-        since: When its beat was another one last, by the monotonic clock.
+        beat: The last beat.
+        since: The monotonic time at which the counter has changed last.
         counter: The counter of the last beat.
-        rises: The counter was seen to rise: an old beat may come from a dead process.
-        wanted_at: Since when the link is asked for a way; 0: never.
+        rises: Whether the counter was seen to rise. If not, the beat may be old, and its process
+            dead.
+        wanted_at: The monotonic time since when the link tries to connect; 0: it does not.
     """
 
     beat: Beat
@@ -44,19 +48,21 @@ class _Sight:
 
 
 class Signs:
-    """The life of the other processes of a group.
+    """Judges which other processes of a group live.
 
     Args:
         nonce: The name of this process in its group.
-        link: The link of this process, and ``way`` to it.
-        service: Names what the link connects for this group, equal on all members.
-        suspect_after_s: Seconds without a byte, and without a beat, after which a process is
-            suspected.
-        busy_after_s: The same for a process whose link is heard, and which takes no part in any
-            round: without a beat, or while this process waits for it.
+        link: The link of this process.
+        way: The address of ``link``.
+        service: The name of this group on the link, equal on all members.
+        suspect_after_s: Seconds without a byte over the link, and without a beat, after which a
+            process is suspected.
+        busy_after_s: Seconds after which a process is suspected although its link is heard, as its
+            training stands still: either it has not beaten so long, or this process has waited
+            for it so long.
 
     Attributes:
-        is_cut_off: The table does not answer here, so that this process cannot change its group.
+        is_cut_off: The table does not answer this process, which so cannot change its group.
     """
 
     def __init__(
@@ -73,19 +79,20 @@ class Signs:
         self.suspect_after_s, self._busy_after_s = suspect_after_s, busy_after_s
         self.is_cut_off = False
         self._sights: dict[bytes, _Sight] = {}
-        # Processes whose beats the table had last.
+        # Processes that had a beat in the table at the last look.
         self._there: set[bytes] = set()
-        # When the table was read last. While no look is answered, no beat is late.
+        # When the table was read last. Silence is measured up to then: while the table does not
+        # answer, no beat is late.
         self._looked_at = time.monotonic()
         self._period_s = 0.0
         self._lives: dict[bytes, _C.PeerLife] = {}
         self._unheard: frozenset[bytes] = frozenset()
         self._ended: set[bytes] = set()
-        # Members that have kept this process waiting for too long, until they take part again.
+        # Members that live, and have kept this process waiting for too long.
         self._stuck: set[bytes] = set()
-        # Processes that have said that they end, with the inner step that they have reached.
+        # The last inner step of each process that has said that it ends.
         self._left: dict[bytes, int] = {}
-        # Processes that were waited for in vain, and how often each has beaten then.
+        # Processes that were waited for in vain, and the counter of their last beat at that time.
         self._given_up: dict[bytes, int] = {}
         self._mutex = threading.Lock()
         self._wanted: tuple[tuple[str, ...], ...] = ()
@@ -101,16 +108,17 @@ class Signs:
         self._news.set()
 
     def set_progress(self, inner_step: int, phase: str) -> None:
-        """Say to the others how far this process is, see ``DiLoCo.doing``."""
+        """Tell the others over the link how far this process is, and what its loop does."""
         with self._mutex:
             self.link.set_progress(inner_step, CUT_OFF if self.is_cut_off else phase)
 
     # ------------------------------------------------------------------------------- beats
 
     def note(self, beats: Sequence[Beat], period_s: float = 0.0) -> None:
-        """Take the last beats of all processes.
+        """Take the beats of a look at the table.
 
         Args:
+            beats: The last beat of each process.
             period_s: Seconds between two beats of a process.
         """
         now = self._looked_at = time.monotonic()
@@ -126,7 +134,7 @@ class Signs:
         self._there = {beat.key.nonce for beat in beats}
 
     def is_fresh(self, nonce: bytes) -> bool:
-        """Whether the table has heard of a process lately."""
+        """Whether a process has beaten in the last ``suspect_after_s``."""
         sight = self._sights.get(nonce)
         return sight is not None and self._silence(sight) < self.suspect_after_s
 
@@ -134,13 +142,13 @@ class Signs:
         return self._looked_at - sight.since
 
     def stood_still(self, seconds: float) -> None:
-        """Note that this process stood still: that is no silence of the others."""
+        """Note that this process was suspended; those seconds count as nobody's silence."""
         now = time.monotonic()
         for sight in self._sights.values():
             sight.since = min(now, sight.since + seconds)
 
     def has_left(self, nonce: bytes, inner_step: int) -> None:
-        """Note that a process has said that it ends."""
+        """Note that a process has said that it ends, after this inner step."""
         self._left[nonce] = inner_step
 
     def left(self) -> dict[bytes, int]:
@@ -153,29 +161,29 @@ class Signs:
         return {nonce: sight.counter for nonce, sight in list(self._sights.items())}
 
     def give_up(self, nonces: Iterable[bytes]) -> None:
-        """Suspect processes that were waited for in vain, until they are heard again."""
+        """Suspect processes that were waited for in vain, until they beat or are heard again."""
         counters = self.counters()
         self._given_up = {nonce: counters.get(nonce, 0) for nonce in nonces}
 
     def way_to(self, nonce: bytes) -> Way | None:
-        """Return where the link of a process is found; None where that is not known."""
+        """Return the address of a process's link; None if its beat is not known."""
         sight = self._sights.get(nonce)
         return None if sight is None or not sight.beat.ways else Way.from_text(sight.beat.ways[0])
 
     # ------------------------------------------------------------------------------- links
 
     def is_alike(self, way: Way) -> bool:
-        """Whether both links, or none of them, have keys: others cannot connect."""
+        """Whether the own link can connect to this one: both have keys, or neither has."""
         return bool(way.key) == bool(self.way.key)
 
     def differs(self, nonce: bytes) -> bool:
-        """Whether a process lives, and one of its link and the own link has keys."""
+        """Whether a process lives, but only one of its link and the own link has keys."""
         sight, way = self._sights.get(nonce), self.way_to(nonce)
         is_alive = sight is not None and sight.rises and self.is_fresh(nonce)
         return is_alive and way is not None and not self.is_alike(way)
 
     def want(self, nonces: Iterable[bytes]) -> None:
-        """Let the link connect to these processes, as far as their links are known."""
+        """Let the link connect to each of these processes whose address is known."""
         ways = set()
         for nonce in nonces:
             way = self.way_to(nonce)
@@ -189,7 +197,7 @@ class Signs:
             self._news.set()
 
     def _reach(self) -> None:
-        """Let the link connect, on a thread of its own: a name server may take its time."""
+        """Connect the link to the wanted processes; on a thread of its own, as this may be slow."""
         with contextlib.suppress(RuntimeError):  # The link was closed.
             while not self._is_closed:
                 self.link.reach(self.service, self._wanted)
@@ -212,7 +220,7 @@ class Signs:
         """
         by_link = {life.nonce: life for life in self.link.life()}
         ways = {nonce: self.way_to(nonce) for nonce in self._sights}
-        # Another thread may read the former ones.
+        # A new dictionary, as another thread may read the former one.
         self._lives = {
             n: by_link[way.nonce] for n, way in ways.items() if way and way.nonce in by_link
         }
@@ -220,10 +228,10 @@ class Signs:
         self._forget(members)
         known = members | self._sights.keys()
         self._left = {nonce: step for nonce, step in self._left.items() if nonce in known}
-        # A process that has ended stays so when the link is not asked for it any more.
+        # A process that has ended stays so when the link does not try to reach it any more.
         self._ended |= {nonce for nonce, life in self._lives.items() if life.is_refused}
         self._ended -= {nonce for nonce in self._lives if self._is_heard(nonce)}
-        # The place of a member that has taken all steps says so, and the others need not stop.
+        # A member that has finished all its steps is not dead: the others need not stop for it.
         sights = self._sights.items()
         self._ended |= self.left().keys() - {n for n, s in sights if s.beat.stage == FINISHED}
         self._ended &= known
@@ -238,10 +246,10 @@ class Signs:
         )
 
     def _note_stuck(self, members: set[bytes], waited: float) -> None:
-        """Note the members that live and take no part, while this process waits for them."""
+        """Note the members that live but take no part in a round that this process waits for."""
         for nonce in members & self._lives.keys():
             life = self._lives[nonce]
-            # Some wait themselves, for the same member.
+            # A member in an exchange waits, too: another member holds it up.
             if life.still_s < self._busy_limit_s or life.phase in (EXCHANGE, CUT_OFF):
                 self._stuck.discard(nonce)
             elif waited >= self._busy_limit_s:
@@ -253,22 +261,23 @@ class Signs:
         return max(self._busy_after_s, self.suspect_after_s)
 
     def _forget(self, members: set[bytes]) -> None:
-        """Forget processes that are not in the table, and that nobody waits for."""
-        # A table that was started again has few beats for a while. A member is suspected until the
-        # others go on without it, which may take longer than a table keeps beats.
+        """Forget processes that are no members, and have had no beat in the table for long."""
+        # A table that was started again has few beats for a while, so processes are kept for some
+        # time. Members are kept in any case: it may take longer to go on without a member than a
+        # table keeps its beat.
         now, limit = time.monotonic(), self._busy_limit_s
         kept = members | self._there
         sights = self._sights.items()
         self._sights = {n: s for n, s in sights if n in kept or now - s.since < limit}
 
     def unreachable(self, keys: Iterable[Key]) -> list[Key]:
-        """Return processes that were heard on the link, and are not for ``suspect_after``."""
+        """Return those that the link has heard once, but not in the last ``suspect_after_s``."""
         silent = {nonce: life.silent_s for nonce, life in self._lives.items()}
         limit = self.suspect_after_s
         return [key for key in keys if limit <= silent.get(key.nonce, 0.0) < math.inf]
 
     def beats(self, key: Key) -> bool:
-        """Whether the table hears of a process that its link may not hear."""
+        """Whether a process has beaten in the table lately, heard on the link or not."""
         sight = self._sights.get(key.nonce)
         return sight is not None and self._silence(sight) < self.suspect_after_s / 2
 
@@ -281,7 +290,7 @@ class Signs:
     def _is_suspected(self, nonce: bytes, members: set[bytes]) -> bool:
         sight = self._sights[nonce]
         silence = self._silence(sight)
-        # The training thread may replace the processes that are given up.
+        # Read once: the training thread may replace this dictionary meanwhile.
         given_up = self._given_up
         if nonce in given_up:
             life = self._lives.get(nonce)
@@ -290,7 +299,7 @@ class Signs:
                 return True
             del given_up[nonce]
         if self._is_heard(nonce):
-            # A process that takes part, and does not reach the table, stays.
+            # A process that does not reach the table, but takes part in rounds, is not suspected.
             still = min(silence, self._lives[nonce].still_s)
             return nonce in self._stuck or still >= self._busy_limit_s
         if nonce not in members and not sight.rises:
@@ -303,7 +312,10 @@ class Signs:
         return bool(is_late) and sight.rises and not self._is_heard(nonce)
 
     def awaited(self, base: Sequence[Key]) -> tuple[int, ...]:
-        """Return the numbers of the other members that are not heard, or are in no exchange."""
+        """Return the numbers of the members for which an exchange of this process waits.
+
+        These are not heard, or are in no exchange themselves.
+        """
         lives, found = self._lives, list[int]()
         for number, nonce in base:
             life = lives.get(nonce)
@@ -313,9 +325,10 @@ class Signs:
         return tuple(found)
 
     def waited_for(self, base: Sequence[Key], waited: float) -> list[str]:
-        """Describe the members that live and take no part, if this process waits for them.
+        """Describe, for a log line, the members that live but keep this process waiting.
 
         Args:
+            base: All members.
             waited: Seconds for which the training thread has waited.
         """
         texts = []
@@ -323,7 +336,7 @@ class Signs:
             life, sight = self._lives.get(key.nonce), self._sights.get(key.nonce)
             if life is None or sight is None or not self._is_heard(key.nonce):
                 continue
-            # Others may wait for the same member.
+            # A member in an exchange waits, too.
             is_still = life.phase != EXCHANGE and life.still_s >= self.suspect_after_s
             is_still &= waited >= self.suspect_after_s
             if self._silence(sight) >= self.suspect_after_s or is_still:

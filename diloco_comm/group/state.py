@@ -1,7 +1,8 @@
 """The knowledge of one process about its group; the events that change it, and the actions.
 
-The driver of a process turns all that it sees into events, one at a time, and carries out the
-actions of each before the next. Time is counted in the process's own polls: no clock is here.
+The driver of a process turns messages, contents of the table and reports of the training thread
+into events. ``agreement.step`` answers each event with actions, and the driver carries these out
+before the next event. Time is counted in polls of the process: this module reads no clock.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from .streams import Positions
 
 @dataclass(frozen=True)
 class Place:
-    """The words of a process about itself, which it writes into the table again and again.
+    """Where one process stands in the agreement; each of its beats brings its place to the table.
 
     Attributes:
-        settings: Hash of what must be equal on all members.
-        entered: Number of the record that it has entered; NO_RECORD for none.
-        has_state: It holds the state of that record.
-        follows: The number of the record whose members a newcomer hears, and whose rounds it
-            applies, after it has copied the state; NO_RECORD before any is there. None: not ready.
-        inner_step: That it has reached, or that its checkpoint has.
-        has_checkpoint: It has a checkpoint of this run.
-        cut: Nonces of processes that it cannot reach.
-        is_fresh: Not written, but found by the reader: the place was renewed lately.
+        settings: Hash of the settings that must be equal on all members.
+        entered: Number of the record that the process entered last; NO_RECORD for none.
+        has_state: Whether the process holds the outer state of that record.
+        follows: Only for a newcomer: the number of the record whose rounds it applies since it
+            has copied the outer state. NO_RECORD: ready, but there is no record yet. None: the
+            newcomer is not ready.
+        inner_step: The inner step that the process, or else its checkpoint, has reached.
+        has_checkpoint: Whether the process has a checkpoint of this run.
+        cut: Nonces of processes that this process cannot reach.
+        is_fresh: Whether the process has beaten lately. The reader of the table sets this flag.
     """
 
     key: Key
@@ -47,7 +49,7 @@ class Place:
 
 
 class Outcome(Enum):
-    """The end of a swap. UNKNOWN: no answer; it may have been done, and may be done later."""
+    """How a swap ended. UNKNOWN: without an answer; the table may have made it, or may yet."""
 
     DONE = auto()
     REFUSED = auto()
@@ -56,7 +58,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Heard:
-    """A message has come on the link to a process."""
+    """The process named ``nonce`` has sent this message over the link."""
 
     nonce: bytes
     message: Message
@@ -64,13 +66,14 @@ class Heard:
 
 @dataclass(frozen=True)
 class Looked:
-    """The table was read, after the last ``Read``.
+    """The contents of the table, in answer to a ``Read``.
 
     Attributes:
-        record: b"" if there is none.
-        table: Id of the table, 16 bytes, which a table gets when it begins empty: so a table that
-            has lost its memory has another one.
-        evict: Numbers of replicas that somebody has asked to leave out.
+        record: The bytes of the newest record; b"" if the table has none.
+        table: Id of the table, 16 bytes. A table draws its id when it begins empty, so a table
+            that has lost its memory has another id.
+        places: The places of all processes that beat.
+        evict: Numbers of replicas whose eviction somebody has asked for.
     """
 
     record: bytes
@@ -89,17 +92,18 @@ class Swapped:
 
 @dataclass(frozen=True)
 class Passed:
-    """One poll of this process has passed, and the process did not stand still meanwhile."""
+    """One poll period has passed, and this process was not suspended meanwhile."""
 
 
 @dataclass(frozen=True)
 class Life:
-    """The detector's judgement of other processes, by nonce; each event replaces the one before.
+    """Which other processes live, as ``Signs`` judges; each event replaces the one before.
 
     Attributes:
-        suspected: Silent for ``suspect_after``; this may be wrong.
-        dead: Ended for certain: refused connections, or another process has taken the place.
-        cut: Alive, but there is no way to them.
+        suspected: Nonces of processes that were silent for ``suspect_after``; they may live.
+        dead: Nonces of processes that have certainly ended: they refuse connections or have said
+            that they end.
+        cut: Nonces of processes that beat, but to which this process has no connection.
     """
 
     suspected: frozenset[bytes] = frozenset()
@@ -109,7 +113,11 @@ class Life:
 
 @dataclass(frozen=True)
 class Sealed:
-    """The training thread votes and applies nothing any more; how far it is in that record."""
+    """The training thread has stopped: it votes and applies nothing more in record ``number``.
+
+    Attributes:
+        positions, inner_step: How far each stream and the training thread had come.
+    """
 
     number: int
     positions: Positions
@@ -118,11 +126,11 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Connected:
-    """Every member of an attempt is heard on a link, and devices are connected.
+    """The result of ``Connect``; without ``cut`` and ``error``, this process reaches all members.
 
     Attributes:
-        cut: Nonces of members that could not be reached: then nothing is connected.
-        error: Why nothing is connected; for people.
+        cut: Nonces of members that could not be reached.
+        error: Why this process did not connect, for people; "" if it did.
         refusal: Why this process does not let in the keys of the members in ``cut``, for people;
             "" where keys are not the reason.
     """
@@ -135,10 +143,10 @@ class Connected:
 
 @dataclass(frozen=True)
 class Broke:
-    """A round of the record has failed.
+    """A round in record ``number`` has failed.
 
     Attributes:
-        cut: Nonces of members to which there is no way.
+        cut: Nonces of members that this process cannot reach.
     """
 
     number: int
@@ -147,10 +155,11 @@ class Broke:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The training thread has stopped after a round in whose headers somebody had asked for it.
+    """The training thread has stopped at a boundary, which a header of the last round asked for.
 
     Attributes:
-        has_all_votes: All workers have all votes of every round sent before, and all are good.
+        has_all_votes: All workers of this replica have all votes of every round sent before the
+            boundary, and every vote is yes.
     """
 
     number: int
@@ -161,7 +170,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Started:
-    """The training thread holds the state of the record."""
+    """The training thread holds the outer state of record ``number``, and begins to train."""
 
     number: int
 
@@ -171,7 +180,7 @@ class Demanded:
     """``change_group`` was called, or a fixed group is to be founded.
 
     Attributes:
-        members: Numbers; () for all members that live.
+        members: Numbers of the replicas that are to go on; () for all members that live.
         may_found: A newcomer may found the group; else it waits for members that let it in.
     """
 
@@ -186,7 +195,7 @@ class GivenUp:
 
 @dataclass(frozen=True)
 class JoinerReady:
-    """This process, a newcomer, is ready; ``follows`` as in ``Place``."""
+    """This newcomer has what it needs to enter a record; ``follows`` as in ``Place``."""
 
     follows: int = NO_RECORD
 
@@ -201,8 +210,8 @@ class Finished:
     """This process takes no more steps.
 
     Attributes:
-        has_all_steps: All steps of the run are taken and shared, and the record is to say so.
-        positions, inner_step: How far it is.
+        has_all_steps: The run has taken and shared all its steps, and the record is to say so.
+        positions, inner_step: How far each stream and the training thread have come.
     """
 
     has_all_steps: bool = False
@@ -231,9 +240,10 @@ class Read:
 
 @dataclass(frozen=True)
 class Swap:
-    """Put ``new`` where exactly ``old`` is, b"" for no record; ``Swapped`` follows.
+    """Replace the table's record by ``new`` if it is exactly ``old``; ``Swapped`` follows.
 
-    The request is for the table that was read last: it ends with the table's process.
+    ``old`` is b"" where the table shall have no record. The request is for the table that was
+    read last, and is lost if that table's process ends.
     """
 
     old: bytes
@@ -245,7 +255,7 @@ class Seal:
     """Stop for good in the record; ``state.Sealed`` follows.
 
     Attributes:
-        is_patient: Let the rounds under way end before; they fail in time if a member dies.
+        is_patient: First let the rounds under way end; they fail by themselves if a member dies.
     """
 
     number: int
@@ -254,7 +264,7 @@ class Seal:
 
 @dataclass(frozen=True)
 class Connect:
-    """Connect to the members of an attempt; ``Connected`` follows. It replaces other attempts."""
+    """Connect to the members of this attempt, and drop any former one; ``Connected`` follows."""
 
     attempt: Attempt
     members: tuple[Key, ...]
@@ -262,7 +272,7 @@ class Connect:
 
 @dataclass(frozen=True)
 class Enter:
-    """Apply the decision of a record, take the state if this process brings none, and train."""
+    """Apply the rounds that a record decides, copy the outer state if it is missing, and train."""
 
     record: Record
 
@@ -274,11 +284,12 @@ class Pend:
 
 @dataclass(frozen=True)
 class PutOff:
-    """A replica without state is not let in for a while, as a group with it could not connect.
+    """A newcomer is not let in for a while, as the members could not connect to it; for the log.
 
     Attributes:
-        failure: Why, in words.
-        num_polls: For so many polls of this process.
+        number: The newcomer's replica number.
+        failure: Why the group could not connect, in words.
+        num_polls: Polls for which this process does not let the newcomer in.
     """
 
     number: int
@@ -288,10 +299,11 @@ class PutOff:
 
 @dataclass(frozen=True)
 class Fail:
-    """The demand of this process's caller comes to nothing; the caller may demand again.
+    """A call of ``change_group`` in this process fails; the caller may call again.
 
     Attributes:
-        other: A process with other settings, see ``Refuse``; None where callers contradict.
+        other: A process with other settings, see ``Refuse``; None where the callers of two
+            processes demand different members.
     """
 
     reason: str
@@ -300,7 +312,7 @@ class Fail:
 
 @dataclass(frozen=True)
 class End:
-    """This process takes part in nothing any more, for a reason."""
+    """This process leaves the agreement for good; ``reason`` says why."""
 
     reason: str
 
@@ -314,8 +326,8 @@ class Refuse(End):
     """This process cannot take part as it is, now or later.
 
     Attributes:
-        other: A member with other settings, which its driver may ask for them: with both, the
-            function ``other_settings`` names the difference.
+        other: A member with other settings. The driver may ask it for these, so that
+            ``messages.other_settings`` can name the first difference.
     """
 
     other: Key | None = None
@@ -326,12 +338,12 @@ class Over(End):
 
 
 class Drained(End):
-    """This process has left. A swap that it has asked for before is repeated for a while."""
+    """This process has left; a swap that it asked for before is still repeated for a while."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """The thing for which this process waits, in words; "" when it waits no longer."""
+    """This process waits for what ``reason`` says; "" when it waits no longer."""
 
     reason: str
 
@@ -345,16 +357,17 @@ Action = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The choices before a process begins; equal on all members but for ``allows_rollback``.
+    """The options of a group, fixed before start; only ``allows_rollback`` may differ by member.
 
     Attributes:
         run: Name of the training run.
-        digest: Hash of what must be equal on all members, 16 bytes.
-        min_replicas: Fewer do not train.
-        suspect_after: Polls after which a silent process is suspected; the unit of all patience.
-        founding_wait: Polls for which founders wait for more to come; on a table that may forget at
-            least ``suspect_after``, so that members are heard of again.
-        is_fixed: Members change by demands of their callers alone.
+        digest: Hash of the settings that must be equal on all members, 16 bytes.
+        min_replicas: Fewer replicas than this do not train.
+        suspect_after: Polls of silence after which a process is suspected. Other waits of the
+            agreement are multiples of this time.
+        founding_wait: Polls for which founders wait for more replicas. For a table that may lose
+            its memory, choose at least ``suspect_after``, so that living members are heard first.
+        is_fixed: Only calls of ``change_group`` change the members.
         allows_rollback: This process may found the run anew where all members have died.
     """
 
@@ -374,20 +387,21 @@ class Settings:
 
     @property
     def record_name(self) -> str:
-        """The word for a record in sentences for people."""
+        """The word for a record in messages to users."""
         return "epoch" if self.is_fixed else "view"
 
     @property
     def table_name(self) -> str:
-        """The word for the table."""
+        """The word for the table in messages to users."""
         return "store" if self.is_fixed else "registry"
 
 
 class Stage(Enum):
-    """Where a process is.
+    """The part that a process has in its record.
 
-    NEWCOMER: it has entered no record. TRAINING: in a record. STOPPED: at a boundary of its record.
-    SEALING, SEALED: it stops, or has stopped, for good in its record. GONE: it has ended.
+    NEWCOMER: it has entered no record yet. TRAINING: it trains. STOPPED: it waits at a boundary.
+    SEALING: its training thread was told to stop for good in this record. SEALED: that thread has
+    stopped. GONE: the process has left the agreement.
     """
 
     NEWCOMER = auto()
@@ -400,7 +414,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Joint:
-    """The attempt for which a process connects: the last that it was asked for, or its own."""
+    """The attempt that a process takes part in: the last PREPARE that it accepted, or its own."""
 
     attempt: Attempt
     members: tuple[Key, ...]
@@ -416,12 +430,12 @@ class Proposal:
     """The attempt that a process leads.
 
     Attributes:
-        draft: The next record, as far as it is known before the answers.
+        draft: The next record, without the decision, which the answers give.
         asked: The PREPARE that was sent.
-        base: Members that must seal.
-        answers: Their SEALED, by nonce.
-        ready: Nonces of the members that have given READY.
-        is_swapping: All have answered, and the table is asked.
+        base: Members of the present record, which must answer SEALED.
+        answers: The SEALED of these members so far, by nonce.
+        ready: Nonces of the members of the next record that have answered READY.
+        is_swapping: All have answered, and the table was asked for the swap.
     """
 
     draft: Record
@@ -434,34 +448,42 @@ class Proposal:
 
 @dataclass(frozen=True)
 class State:
-    """The state of one process.
+    """All that one process knows of the agreement; ``step`` returns a changed copy.
 
     Attributes:
-        entered: The bytes of the record that it has entered last; b"" for none.
-        has_state: It holds the state of a record that it has entered.
+        entered: The bytes of the record that this process entered last; b"" for none.
+        has_state: Whether this process holds the outer state of that record.
         follows: See ``Place``.
-        inner_step: Where it was when it stopped; at first, the step of its checkpoint.
-        has_checkpoint: It brings one.
-        positions: How far it was when it stopped.
+        inner_step: The inner step at which this process stopped; at first, of its checkpoint.
+        has_checkpoint: Whether this process has a checkpoint of this run.
+        positions: How far each stream was when this process stopped.
         has_all_votes: See ``Boundary``.
+        is_pending: This process has asked for a boundary in this record.
+        joint: The attempt in which this process takes part, led by itself or by another.
+        proposal: The attempt that this process leads.
         counter: The counter of its last attempt.
-        recorded: The bytes that the table held last.
+        recorded: The bytes of the record that the table had when it was read last.
         table: Id of the table that was read last.
-        is_blind: It must read the table before it leads another attempt.
-        here: Demands of other processes by nonce, as their HERE in this base says.
-        cuts: Pairs of nonces that cannot reach each other, as messages have said.
-        demand: Numbers that the caller demands; () for all that live, None for no demand.
+        is_blind: This process must read the table before it leads another attempt.
+        places: The places of all processes, as the table had them last.
+        evict: See ``Looked``.
+        here: The members that other callers demand, by nonce of their process, from HERE messages.
+        cuts: Pairs of processes that cannot reach each other, from messages and failed connects.
+        demand: Numbers that this caller demands; () for all that live, None for no demand.
         may_found: See ``Demanded``.
-        told: The process that was told HERE last.
-        opened: The last record with this newcomer as a member, as an OPEN said.
-        bound: Members of the attempt for a new table to which this process has given SEALED.
-        failure: Why the last attempt could not connect; "" if no attempt has failed since.
-        num_failures: Attempts that failed so, one after the other; 10 for more.
-        put_off: Processes without state with which a group could not connect: the nonce of each,
-            how often its wait was doubled, and the polls for which it is still not let in.
-        num_waits: Polls for which it has waited with its present reason; below 0: it pauses.
+        told: Nonce of the process to which this process has sent HERE last.
+        opened: The last record with this newcomer as a member that an OPEN has brought.
+        bound: Members of the attempt to which this process has answered SEALED after the table
+            lost its memory.
+        failure: Why the last attempt could not connect; "" after success.
+        num_failures: How many attempts in a row could not connect; counted up to 10.
+        put_off: Newcomers to which the members could not connect: the nonce of each, how often
+            its wait was doubled, and the polls for which it is still not let in.
+        num_waits: Polls for which this process has waited for ``waits_for``; below 0, polls of a
+            pause before its next attempt.
         num_silent: Polls since the proposer of ``joint`` was heard.
-        num_cut_polls: Polls since the last cut was noted.
+        num_cut_polls: Polls since ``cuts`` has grown.
+        waits_for: The reason why this process waits; "" for none.
     """
 
     settings: Settings
@@ -520,7 +542,7 @@ class State:
 
     @property
     def base_hash(self) -> bytes:
-        """Hash of the record from which this process would go on: a newcomer from the table's."""
+        """Hash of the record that the next one follows: the own one, or the newest in the table."""
         base = self.entered or self.recorded
         return record_hash(base) if base else NO_HASH
 
@@ -531,18 +553,21 @@ class State:
 
     @property
     def has_lost_record(self) -> bool:
-        """Whether the table of the record has another record, and can only get that one back."""
+        """Whether the table does not hold the record that this process has entered.
+
+        A table with a new id that is still empty is no loss: members can agree to fill it.
+        """
         if self.record is None or self.recorded == self.entered:
             return False
         return self.in_table is not None or not self.has_moved
 
     @property
     def has_moved(self) -> bool:
-        """Whether the table is not the one of the record: it has lost its memory, or is new."""
+        """Whether the entered record names another table: this one is new, or lost its memory."""
         return self.record is not None and self.table != self.record.table
 
 
-# Fields that begin anew with each record that a process enters.
+# Fields of ``State`` that get their defaults again when a process enters a record.
 OF_ONE_RECORD = (
     *("positions", "has_all_votes", "is_pending", "joint", "proposal", "follows", "here", "cuts"),
     *("told", "opened", "bound", "failure", "num_failures", "num_waits"),
@@ -550,10 +575,10 @@ OF_ONE_RECORD = (
 
 
 def place_of(state: State, inner_step: int) -> Place:
-    """Return what a process is to write of itself now.
+    """Return the place that a process is to publish now.
 
     Args:
-        inner_step: That it has reached, or that its checkpoint has.
+        inner_step: The inner step that the process, or else its checkpoint, has reached.
     """
     cut = {other for nonce, other in state.cuts if nonce == state.nonce} | state.life.cut
     return Place(

@@ -1,8 +1,8 @@
-"""How far rounds are, which of them count, and the bytes of it.
+"""Streams: how far their rounds are, which rounds count, and how records and messages encode this.
 
-A *stream* is one fragment at one worker of a replica. Its rounds have absolute positions, which are
-used once: from the begin of the run, over all changes of the group. All members list the streams
-in one order. This module also has the reader and the writer that records and messages share.
+A *stream* is one fragment at one worker of a replica. Its rounds are numbered from the begin of the
+run, over all changes of the group; such a number is a *position*, and is used once. All members
+list the streams in one order. The reader and the writer serve all fields of records and messages.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Workers times fragments of a replica.
+# The most streams of a replica: workers times fragments.
 MOST_STREAMS = 1 << 16
-# Rounds of a stream that one process names: those under way, and as many that may have ended.
+# The most rounds of a stream that a process names: those under way, and some that have ended.
 MOST_ROUNDS = 64
 _TOP = 1 << 62
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """The latest rounds of one stream.
+    """The latest rounds of one stream, with one bit for each.
 
-    In a process's own ``Rounds`` a bit says that this process holds the whole result of a round: it
-    has voted for it, or has applied it. In a decision a bit says that the round counts. Rounds
-    before ``first`` have ended on all members.
+    Where a process says how far it is, a set bit means that it holds the whole result of that
+    round: it has voted yes, or has applied the result. In a decision a set bit means that the
+    round counts. Rounds before ``first`` have ended on all members.
 
     Attributes:
         first: Position of the round of bit 0.
-        num: Rounds that are named: positions ``first`` to ``end - 1``.
-        bits: One bit for each of these rounds.
+        num: How many rounds have a bit: positions ``first`` to ``end - 1``.
+        bits: The bits, as one integer.
     """
 
     first: int
@@ -48,30 +48,33 @@ class Rounds:
 
     @property
     def end(self) -> int:
-        """The position of the next round."""
+        """The position behind the last named round."""
         return self.first + self.num
 
     def holds(self, position: int) -> bool:
-        """Whether the bit of a round is set; False for a round that is not named."""
+        """Whether the round at this position has a bit, and the bit is set."""
         return self.first <= position < self.end and bool(self.bits >> position - self.first & 1)
 
 
-# The rounds of one process or of a decision, in the order of the streams; () without any state.
+# The rounds of all streams, in order, of one process or of a decision; () from a process that never
+# held the outer state.
 Positions = tuple[Rounds, ...]
 
 
 def decide(sealed: Iterable[Positions]) -> Positions:
-    """Return which rounds count: a round counts if all hold its result.
+    """Return which rounds count: those whose result all members with outer state hold.
 
     Args:
-        sealed: The rounds of the members that go on, as they were when they sealed. A member
-            without state, which has given (), has voted for nothing and settled nothing.
+        sealed: The rounds of each member that goes on, as they were when it sealed; () from a
+            member that never held the outer state, and so has voted for nothing.
 
     Returns:
-        () if no member has any state: then nothing is decided.
+        For each stream, the rounds that count, from the furthest ``first`` to the furthest ``end``;
+        () if no member holds the outer state.
 
     Raises:
-        ValueError: If members have other streams, or are further apart than rounds are named.
+        ValueError: If members have different numbers of streams, or one is so far behind that
+            the others do not name its next round any more.
     """
     held = [positions for positions in sealed if positions]
     if len({len(positions) for positions in held}) > 1:
@@ -96,7 +99,7 @@ def _decide_stream(members: Sequence[Rounds]) -> Rounds:
 
 
 class Damaged(ValueError):
-    """Bytes that hold no message, no record or no part of one."""
+    """The bytes do not hold the message, record or field that they should."""
 
 
 class Writer:
@@ -106,11 +109,11 @@ class Writer:
         self._parts: list[bytes] = []
 
     def fixed(self, form: str, *values: int | bytes) -> None:
-        """Write values of fixed size, as ``struct`` does, the lowest byte first."""
+        """Write values in the ``struct`` format ``form``, little-endian and without padding."""
         self._parts.append(struct.pack("<" + form, *values))
 
     def number(self, value: int) -> None:
-        """Write a number from 0 on, in seven bits a byte."""
+        """Write an integer of at least 0: seven bits a byte, lowest first; bit 7: more follow."""
         assert value >= 0
         while value > 0x7F:
             self._parts.append(bytes([value & 0x7F | 0x80]))
@@ -127,7 +130,7 @@ class Writer:
         self._parts.append(value)
 
     def positions(self, positions: Positions) -> None:
-        """Write the rounds of all streams; successive streams that are alike take one entry."""
+        """Write the rounds of all streams; successive equal ones take one entry with a count."""
         runs: list[list[int]] = []
         low = min((one.first for one in positions), default=0)
         for one in positions:
@@ -157,11 +160,11 @@ class Reader:
         self._content, self._at = content, 0
 
     def fixed(self, form: str) -> tuple[Any, ...]:
-        """Read values of fixed size."""
+        """Read the values of a ``struct`` format, see ``Writer.fixed``."""
         return struct.unpack("<" + form, self._take(struct.calcsize("<" + form)))
 
     def number(self, most: int = _TOP) -> int:
-        """Read a number of at most ``most``."""
+        """Read an integer from 0 to ``most``."""
         value = shift = 0
         while True:
             byte = self._take(1)[0]
@@ -191,7 +194,7 @@ class Reader:
         return tuple(positions)
 
     def end(self) -> None:
-        """Check that all bytes are read."""
+        """Raise ``Damaged`` if bytes are left over."""
         if self._at != len(self._content):
             raise Damaged
 

@@ -1,4 +1,4 @@
-"""The table of a group: one record, beats and posts, and the thread that asks the table."""
+"""The table of a group: one record, the beats, texts for its host; and the thread that asks it."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from .state import Outcome
 
 logger = logger_of(__name__)
 
-# Seconds between two posts of a process at least, and from its begin to its first post.
+# A *post* is a text about a process that the table's host keeps for people. Least seconds between
+# two posts of a process, and seconds from its start to its first post.
 POST_S, _FIRST_POST_S = 5.0, 1.0
-# So many posts in a row fail before the log says so: one may meet the training thread's work.
+# After so many failed posts in a row the log says so. A single one can fail when the training
+# thread changes what the post describes.
 _MOST_FAILED = 3
-# Seconds in which the last swap of a process is tried again while the table does not answer.
+# Seconds for which a process that ends repeats its last swap while the table does not answer.
 _LAST_SWAP_S = 5.0
 
 
 class TableAway(Exception):
-    """The table gave no answer in time; a swap may have been done, and may be done later.
+    """The table gave no answer in time; a swap may have been made all the same, or may be later.
 
     Attributes:
         is_refused: The table does not let in the key of this process.
-        is_other: Another table answers than before, or with a record that cannot be read.
-        is_lost: The connection has broken, and is not made again.
+        is_other: An answer came, but from another table than before, or with a record that this
+            process cannot read.
+        is_lost: The connection has broken, and cannot be made again.
     """
 
     is_refused = is_other = is_lost = False
 
 
 class UnreadableRecord(TableAway):
-    """The table answers, and its record is none; somebody may put the record back."""
+    """The table answers with bytes that are no record; somebody may repair that by hand."""
 
     is_other = True
 
@@ -45,11 +48,11 @@ class Look(NamedTuple):
     """The answer of a table.
 
     Attributes:
-        record: b"" if there is none; linearizable.
-        beats: The last beat of each process by name. The first line of a text is the newest; the
-            rest may be older where the table counts.
-        counts: How often each process has beaten, as the table counts; {} where the counters in the
-            beats say so.
+        record: The bytes of the newest record at that moment (linearizable); b"" if there is none.
+        beats: The last beat of each process by name. If the table fills ``counts``, the second
+            line of a text may be from an earlier beat.
+        counts: How often each process has beaten; {} if the table does not count, and the counters
+            in the beats must do.
     """
 
     record: bytes
@@ -70,21 +73,22 @@ class Table(Protocol):
         ...
 
     def look(self, name: str, text: bytes) -> Look:
-        """Publish the beat of a process, and return all beats, and the record as it is then.
+        """Publish a beat of this process; return all beats, and the record as it is then.
 
         Args:
-            name: "" publishes nothing.
-            text: b"" takes the last beat of this name back.
+            name: The name of the beat; "" publishes nothing.
+            text: The text of the beat; b"" removes the last beat of this name.
         """
         ...
 
     def post(self, name: str, text: bytes) -> None:
-        """Leave a text of a process with the host of the table, where no other process reads it.
+        """Leave a text about this process with the host of the table; other processes never get it.
 
-        Waits for no answer, and raises nothing. Does nothing where the host keeps no such texts.
+        Waits for no answer, and raises nothing. Does nothing if the host keeps no such texts.
 
         Args:
-            text: At most 2048 bytes; b"" takes the last post of this name back.
+            name: The name of this process's beats.
+            text: At most 2048 bytes; b"" removes the last post of this name.
         """
         ...
 
@@ -95,7 +99,7 @@ class Table(Protocol):
 
 @dataclass(frozen=True)
 class Seen:
-    """The contents of the table of this id."""
+    """The answer to a look, and the id of the table that gave it."""
 
     table: bytes
     look: Look
@@ -110,13 +114,14 @@ class Swapped:
 
 
 class TableThread:
-    """Asks the table on a thread of its own: a slow answer holds nobody up.
+    """Asks the table on a thread of its own, so that a slow answer holds up no other thread.
 
     Args:
-        table: Used by this thread alone from now on.
-        period_s: Seconds between two looks at most; may be changed.
-        beat: Returns name and text of the own beat.
-        post: Takes the answers of the table, ``TableAway``, and the error that ends the thread.
+        table: The table; from now on only this thread uses it.
+        period_s: The most seconds between two looks; the attribute may be changed.
+        beat: Returns name and text of this process's next beat.
+        post: Called with each answer of the table, with each ``TableAway`` in place of an answer,
+            and with an error that ends the thread.
         figures: Returns the text of the next post; b"" for no post.
     """
 
@@ -130,7 +135,7 @@ class TableThread:
     ) -> None:
         self._table, self.period_s, self._beat, self._post = table, period_s, beat, post
         self._figures, self._posts_at = figures, time.monotonic() + _FIRST_POST_S
-        # The name of the last post, and how many have failed since.
+        # The name of the last post, and the number of failed posts in a row.
         self._posted, self._num_failed = "", 0
         self._swaps: deque[tuple[bytes, bytes]] = deque()
         self._old_names: deque[str] = deque()
@@ -142,7 +147,7 @@ class TableThread:
         self._thread.start()
 
     def look(self) -> None:
-        """Beat and read soon."""
+        """Let the thread publish a beat and read the table soon."""
         self._news.set()
 
     def ask_swap(self, old: bytes, new: bytes) -> None:
@@ -151,17 +156,21 @@ class TableThread:
         self._news.set()
 
     def withdraw(self, name: str) -> None:
-        """Take the last beat under an old name of this process back soon."""
+        """Remove this process's last beat under a former name from the table soon."""
         self._old_names.append(name)
         self._news.set()
 
     def leave(self) -> None:
-        """Ask the table nothing more, once a call under way has ended, and post nothing more."""
+        """Let the thread end after the call under way, and deliver no further answer."""
         self._post, self._is_left = lambda _: None, True
         self._news.set()
 
     def close(self, patience_s: float) -> None:
-        """Do what was asked for, publish the last beat, and end the connection; idempotent."""
+        """Make the swaps asked for, publish a last beat, and end the connection; idempotent.
+
+        Args:
+            patience_s: The most seconds to wait for that.
+        """
         self._is_closed = True
         self._news.set()
         if self._thread.is_alive():
@@ -181,11 +190,11 @@ class TableThread:
                 if name := self._look():
                     self._leave_figures(name, is_last=is_last)
         except Exception as error:
-            # Nobody else would learn of the end of this thread.
+            # Without this, nobody would learn that the thread has ended.
             self._post(error)
         finally:
             self._table.close()
-            # The driver refers to this object.
+            # These functions belong to the driver, which refers to this object: break the cycle.
             self._beat, self._post = lambda: ("", b""), lambda _: None
             self._figures = lambda: b""
 
@@ -205,7 +214,7 @@ class TableThread:
                 return
 
     def _look(self) -> str:
-        """Beat and read; return the name of the beat, "" where the table gives no answer."""
+        """Publish a beat and read the table; return the beat's name, "" without an answer."""
         try:
             while self._old_names:
                 self._table.look(self._old_names.popleft(), b"")
@@ -238,6 +247,6 @@ class TableThread:
                         "this process cannot post its figures, and goes on without: %r", error
                     )
         else:
-            # Once the log has said so, the log says no more.
+            # After the warning the count stays, so that there is no second one.
             if is_due and self._num_failed < _MOST_FAILED:
                 self._num_failed = 0

@@ -1,7 +1,7 @@
-"""Hand the shared outer state to replicas that join.
+"""Hands the shared outer state to replicas that join, while all members wait.
 
-A newcomer may have copied the state of fragments before, beside training. Then it takes the rounds
-that it lacks, and is given only the fragments that still differ.
+A newcomer may have copied fragments already while the members trained ("beside training"). Then it
+takes only the rounds that it lacks, and is given only the fragments that still differ.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .state_dict import numbers_of, set_numbers
 
 
 class CopyBeside(Protocol):
-    """A copy of the state that a newcomer has made beside training."""
+    """A newcomer's copy of the outer state, made while the members trained."""
 
     def catch_up(self, targets: Mapping[int, int]) -> None:
         """Take the rounds that the copy lacks, while the members wait.
 
         Args:
-            targets: Number of the next round, by fragment.
+            targets: For each fragment, by index, the number of the members' next round.
         """
         ...
 
@@ -43,7 +43,7 @@ class Shared:
     Attributes:
         inner_step: The source's inner step.
         copied_bytes: Bytes of outer state given to newcomers, while all members waited.
-        is_equal: All replicas were seen to have the same outer state.
+        is_equal: All replicas have compared their outer states, which are the same.
     """
 
     inner_step: int
@@ -59,12 +59,15 @@ def share(
     impl: str,
     beside: CopyBeside | None = None,
 ) -> Shared:
-    """Give newcomers the state of the source: the lowest replica that trains already.
+    """Give newcomers the outer state of the source, the lowest replica that trains already.
 
     A collective call. A newcomer's local parameters become the outer ones, and it takes the outer
     learning rate of the source.
 
     Args:
+        parts: All fragments, and the averaged buffers.
+        inner_step: This replica's inner step.
+        outer: The outer optimizer.
         beside: The newcomer's copy; given on all replicas or on none. None where outer parameters
             differ between replicas.
 
@@ -122,10 +125,11 @@ def _write_local(parts: Sequence[SyncedPart], impl: str) -> None:
 def _different_parts(
     exchange: Exchange, parts: Sequence[SyncedPart], source_rank: int, beside: CopyBeside
 ) -> tuple[list[SyncedPart], bool]:
-    """Let newcomers catch up; return the parts in which one differs from the source all the same.
+    """Let newcomers catch up, and compare all replicas' outer states.
 
     Returns:
-        These parts, and whether all replicas have the same outer state.
+        The parts in which a newcomer still differs from the source, and whether all replicas have
+        the same outer state.
     """
     rounds = gather_json(exchange, [part.round for part in parts])
     if exchange.replica in exchange.joined:
@@ -155,12 +159,13 @@ def send_or_receive(
 ) -> tuple[int, float | None]:
     """Give the newcomers the source's outer state, exactly; a collective call.
 
-    No round is under way. Where outer parameters differ between replicas (``Eager``) a newcomer
-    becomes a copy of the source, with the corrections that the source still owes to its own outer
-    parameters. Values that the source owes to the other replicas stay with the source.
+    No round may be under way. If outer parameters differ between replicas (``Eager``), a newcomer
+    becomes a copy of the source, with the corrections that the source has yet to make to its own
+    outer parameters (``Owed.corrections``). It does not get the values of lost rounds, which the
+    source itself will send again.
 
     Args:
-        copied: The parts whose tensors are given; of the others, only the numbers.
+        copied: The parts whose tensors are given; for the others, only numbers are.
         is_new: This replica is a newcomer.
 
     Returns:
@@ -190,7 +195,7 @@ def send_or_receive(
         corrections = _corrections(part, own["corrections"], is_new)
         tensors += [one.payload for one in corrections]
         if not is_new and exchange.rank != source_rank:
-            # Replicas that train already keep their own values.
+            # Members take part in the broadcast, but keep their own values.
             tensors = [tensor.clone() for tensor in tensors]
         exchange.broadcast(tensors, source_rank)
         if not is_new:
@@ -211,7 +216,7 @@ def _state_of(part: SyncedPart) -> list[Tensor]:
 
 
 def _corrections(part: SyncedPart, coefficients: Sequence[float], is_new: bool) -> list[Own]:
-    """Return this part's corrections, or room for the corrections of the source."""
+    """Return this part's corrections, or zeros to receive the source's corrections into."""
     if part.buffers is None:
         return []
     layout = part.buffers.layout

@@ -1,18 +1,18 @@
-"""Outer parameters that all replicas can keep: their mean, and the mean of the last round.
+"""One model of all replicas: the mean of their outer parameters, and the end of training.
 
-Under ``Eager`` outer parameters and momenta differ between replicas; the mean over the replicas is
-taken where one model is wanted.
+Under ``Eager`` outer parameters and momenta differ between replicas. Where one model is wanted, the
+mean over the replicas is taken.
 
-While training goes on, an outer optimizer moves the outer parameters beyond what the replicas have
-trained, and later rounds correct it. After the last round nothing does. So the last ``flush`` ends
-on the mean of that round: the outer parameters before its outer step, less its mean
-pseudo-gradient, whatever the outer optimizer. The payloads of the last round stay in the buffers
-until the next one is encoded, and the state has what the outer step added to them.
+While training goes on, the outer optimizer moves the outer parameters further than the replicas
+have trained, and later rounds correct this. After the last round nothing does. So the last
+``flush`` ends on the mean of the last round: the outer parameters before its outer step, minus its
+mean pseudo-gradient, with any outer optimizer. For this, the payloads of the last round stay in the
+buffers until the next one is encoded, and the state keeps the change that the outer step made.
 
-A replica that has loaded a state, or has just joined, lacks the payloads; after a round that was
-voted down all replicas do. Then the look-ahead of Nesterov's momentum is taken back, on all
-replicas alike: torch's Nesterov holds the point at which the next gradient is wanted, which is
-ahead of the iterate by lr * mu * m. ``docs/measurements/end-of-training.md`` has the losses.
+A replica that has loaded a state, or has just joined, does not have these payloads; nor has any
+replica after a round that was voted down. Then all replicas alike take back the look-ahead of
+Nesterov's momentum instead: the outer parameters of torch's Nesterov are ahead of the iterate by
+lr * mu * m. ``docs/measurements/end-of-training.md`` has the losses.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ logger = logger_of(__name__)
 def mean_state(exchange: Exchange, parts: Sequence[SyncedPart], impl: str) -> dict[str, Any]:
     """Return the means by parameter name, ``{"outer": ..., "buffers": ...}``; a collective call.
 
-    The fp32 wire carries them exactly; sums are taken in rank order, so that all replicas get the
-    same bits. Nothing of this replica is changed.
+    The values travel in fp32 and are added up in rank order, so that all replicas get the same
+    bits. This replica's own state does not change.
 
     Raises:
         SyncError: If the group fails.
@@ -66,7 +66,7 @@ def equalize(exchange: Exchange, parts: Sequence[SyncedPart], impl: str) -> None
     """Set outer parameters, momenta and local parameters to the means; a collective call.
 
     Raises:
-        SyncError: If the group fails; parts before the failure are equal then.
+        SyncError: If the group fails; the parts before the failure have been set then.
     """
     for part in parts:
         if isinstance(part, SyncedFragment) and part.num_elements:
@@ -100,16 +100,16 @@ def _mean(
 
 # --------------------------------------------------------------------------- the end of training
 
-# Guards a block that changes the outer state of a part.
+# Returns a context for a block that changes the outer state of a part.
 Writing = Callable[[SyncedPart], AbstractContextManager[None]]
 
 
 class Ending:
-    """The replicas' agreement on the end of training, before the last round of a flush.
+    """The replicas' agreement, in a flush, on whether and how training ends.
 
     Args:
         is_wanted: Whether this flush ends training; None if this replica only repeats a flush that
-            broke off on others.
+            has failed on others.
     """
 
     def __init__(self, is_wanted: bool | None) -> None:
@@ -117,14 +117,14 @@ class Ending:
         self._views: list[list[list[Any]]] = []
 
     def own(self, parts: Sequence[SyncedPart]) -> list[Any]:
-        """Return this replica's view, as JSON types."""
+        """Return the numbers that this replica gives the others, as JSON types."""
         return [self._is_wanted, [_view(part) for part in parts]]
 
     def hear(self, exchange: Exchange, views: Sequence[Sequence[Any]]) -> None:
-        """Take the views of all replicas, in rank order.
+        """Take the numbers of all replicas (``own``), in rank order.
 
         Raises:
-            ReplicaMismatch: On every replica, if they want different ends.
+            ReplicaMismatch: On every replica, if only some want to end training.
         """
         wanted: dict[str, list[int]] = {}
         for replica, (is_wanted, _) in zip(exchange.members, views, strict=True):
@@ -136,9 +136,10 @@ class Ending:
         self._views = [each for _, each in views]
 
     def reach(self, parts: Sequence[SyncedPart], impl: str, writing: Writing) -> None:
-        """End each part, after the last round of a flush that ends training.
+        """End training for each part, after the last round of a flush that ends training.
 
-        The views are older than that round: a part that was at another step then has been sent.
+        ``hear`` took the replicas' numbers before that round. So a part that is at another step
+        now has been sent in the flush.
         """
         due: list[tuple[SyncedFragment, list[_View]]] = []
         for part in parts if self._is_wanted else []:
@@ -147,12 +148,12 @@ class Ending:
             heard = _at_same_step(part, self._views)
             ended = [view for view in heard if view.has_ended]
             if ended:
-                # A newcomer has copied the ended state beside training, without its numbers.
+                # This newcomer has copied the ended state beside training, but not these numbers.
                 part.state.ended_at, part.state.is_mean = part.state.num_steps, ended[0].is_mean
             else:
                 due.append((part, heard))
         _end(due, impl, writing)
-        # Once: ``Eager`` may set parts that cannot end here to the mean of ends.
+        # Only once: under ``Eager``, ``_equalize`` may follow and set parts to the replicas' mean.
         self._is_wanted = False
 
 
@@ -163,14 +164,16 @@ def end_like_others(
     writing: Writing,
     beside: Any = None,
 ) -> list[Any] | None:
-    """End the parts that others have ended, whose flush broke off here; a collective call.
+    """End training for parts that others have ended, in a flush that failed here.
+
+    A collective call.
 
     Args:
-        beside: A further JSON value of this replica.
+        beside: A further JSON value that this replica gives the others.
 
     Returns:
-        The values ``beside`` of all replicas, in rank order; None on every replica if a part of one
-        of them ends here: the values are older than that end.
+        The values ``beside`` of all replicas, in rank order; None on every replica if this call has
+        ended a part on any of them, so that the values may be out of date.
 
     Raises:
         ReplicaMismatch: On every replica, if one lacks the mean on which others have ended.
@@ -185,7 +188,7 @@ def end_like_others(
     due: list[tuple[SyncedFragment, list[_View]]] = []
     for part in parts:
         if isinstance(part, SyncedFragment) and not has_ended(part):
-            # The others have the state that this replica reaches now.
+            # Replicas at the same step that have ended: this replica ends in the same way.
             ended = [view for view in _at_same_step(part, views) if view.has_ended]
             if ended:
                 due.append((part, ended))
@@ -220,13 +223,15 @@ def has_ended(part: SyncedPart) -> bool:
 
 
 class _View(NamedTuple):
-    """The numbers that a replica tells of a fragment, as JSON types.
+    """The numbers about a fragment that a replica gives the others, as JSON types.
 
     Attributes:
+        num_steps: Outer steps of the fragment.
         has_ended: Training has ended at this number of outer steps.
-        is_mean: It has ended on the mean of the last round; or the replica still has that mean.
-        lr, momentum: Numbers of the last outer step. A newcomer that has copied the state beside
-            training lacks them.
+        is_mean: Training has ended on the mean of the last round; or, if it has not ended, the
+            replica still has that mean.
+        lr, momentum: Outer learning rate and momentum of the last outer step; None on a newcomer
+            that has copied the state beside training.
     """
 
     num_steps: int
@@ -250,7 +255,7 @@ def _at_same_step(part: SyncedFragment, views: Sequence[Sequence[Any]]) -> list[
 
 
 def _end(due: Sequence[tuple[SyncedFragment, list[_View]]], impl: str, writing: Writing) -> None:
-    """End parts as the replicas do that are at the same steps, and say which ones lack the mean."""
+    """End each part like the replicas at the same step; log the parts that end without the mean."""
     for part, heard in due:
         _end_one(part, heard, impl, writing)
     lacking = [part.index for part, _ in due if has_ended(part) and not part.state.is_mean]
@@ -264,7 +269,7 @@ def _end(due: Sequence[tuple[SyncedFragment, list[_View]]], impl: str, writing: 
 
 
 def _end_one(part: SyncedFragment, heard: Sequence[_View], impl: str, writing: Writing) -> None:
-    """End a part, if its last step is known."""
+    """End a part, if a replica knows the learning rate of its last outer step."""
     views = [*heard, _view(part)]
     known = [(view.lr, view.momentum) for view in views if view.lr is not None]
     if not known:

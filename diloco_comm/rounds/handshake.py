@@ -1,4 +1,4 @@
-"""Find the replicas and compare model, settings and weights, before the first exchange."""
+"""Before the first exchange: finds the replicas, and compares model, settings and weights."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 _MOST_UNEXCHANGED_BYTES = 64 << 20
 
-# The first optimizer imports these functions, which keep the default group of that time as an
-# argument's default. A group that is kept until the interpreter's end aborts then.
+# These functions of torch have the default group, at the time of their import, as the default value
+# of an argument. That keeps the group alive until the interpreter ends, where it aborts: drop it.
 for function in vars(functional).values():
     if isinstance(function, FunctionType) and function.__defaults__:
         function.__defaults__ = tuple(
@@ -83,13 +83,18 @@ def connected_store(
 ) -> dist.Store | None:
     """Connect to a store given by address, as ``diloco-comm store`` prints it.
 
-    ``timeout`` (seconds, if a number) bounds the connection and the later waits of that store.
-    With ``keys`` the store must have keys, too. ``proxy`` makes the connection.
+    A store object, or None, is returned as it is.
+
+    Args:
+        store: ``tcp://host:port``, a store, or None.
+        timeout: Time to connect, and limit of the store's later waits; in seconds, if a number.
+        keys: The keys of this process; the store must have keys, too.
+        proxy: The proxy that makes the connection.
 
     Raises:
         ValueError: If the address is not of the form ``tcp://host:port``, or the timeout is not
             positive and finite.
-        TypeError: If it is neither a store nor an address.
+        TypeError: If ``store`` is neither a store nor an address.
         torch.distributed.DistError: If no store answers there in time, or the host has no address.
     """
     if store is None or isinstance(store, dist.Store):
@@ -110,8 +115,8 @@ def replica_group(
 
     Raises:
         ValueError: If this process is not among the replicas.
-        TypeError: If group or mesh is none.
-        RuntimeError: If a launcher has started several processes, and nothing joins them.
+        TypeError: If ``group`` is no process group, or ``mesh`` no DeviceMesh.
+        RuntimeError: If a launcher has started several processes, and no argument joins them.
     """
     is_alone = store is None and num_replicas == 1
     chosen = (group, mesh, store, num_replicas)
@@ -137,10 +142,10 @@ def replica_group(
 def collectives_of(
     backend: str | None, group: dist.ProcessGroup | None, device: torch.device
 ) -> str:
-    """Choose gloo, tcp or nccl: ``backend``, else the backend of the group for the device.
+    """Return "gloo", "tcp" or "nccl": ``backend``, or the group's backend for the device.
 
     Raises:
-        ValueError: If ``backend`` is another one.
+        ValueError: If ``backend`` is none of these.
     """
     if backend not in (None, "gloo", "tcp", "nccl"):
         raise ValueError(f'link must be "gloo", "tcp" or "nccl", got {backend!r}')
@@ -163,7 +168,7 @@ def make_exchange(
     name: str,
     **options: Unpack[ExchangeOptions],
 ) -> Exchange:
-    """Build the engine over a group, over a store, or for one replica alone.
+    """Return an exchange over a group, over a store, or for one replica alone.
 
     Raises:
         ValueError: If the arguments do not go together.
@@ -187,11 +192,11 @@ def check_place(
     members: Sequence[int] | None,
     name: str = "default",
 ) -> list[int]:
-    """Check the numbers of ``StorePeers``; return all members, in order, [] without a store.
+    """Check the arguments of ``StorePeers``; return all members, in order, [] without a store.
 
     Raises:
-        ValueError: If these arguments of ``DiLoCo`` do not go together, or a number cannot be.
-        TypeError: If the store is none, the members are no numbers, or the name is no text.
+        ValueError: If these arguments do not go together, or a number is out of range.
+        TypeError: If ``store`` is no store, the members are no numbers, or the name is no text.
     """
     if not isinstance(store, dist.Store | None):
         parse_address("store", store)
@@ -220,7 +225,11 @@ def check_place(
 def warn_if_spans_replicas(
     model: nn.Module, optimizers: Sequence[Any], group: dist.ProcessGroup
 ) -> None:
-    """Warn when DDP, FSDP, ZeRO or SyncBatchNorm joins ranks of other replicas at every step."""
+    """Warn if DDP, FSDP, ZeRO or SyncBatchNorm spans several replicas, which then are no replicas.
+
+    Args:
+        group: The process group whose ranks are the replicas.
+    """
     replicas = set(dist.get_process_group_ranks(group))
     for wrapper in chain(sharding.around(model, optimizers), sharding.batch_norms(model)):
         shared = sorted(wrapper.ranks & replicas)
@@ -237,7 +246,12 @@ def warn_if_spans_replicas(
 
 
 def gather_json(exchange: Exchange, value: Any, *, is_end: bool = False) -> list[Any]:
-    """Return every replica's value, in rank order; ``is_end`` in a flush."""
+    """Return every replica's ``value``, in rank order; a collective call.
+
+    Args:
+        value: JSON types.
+        is_end: This replica calls ``flush``.
+    """
     blobs = exchange.exchange_objects(json.dumps(value).encode(), is_end=is_end)
     return [json.loads(blob) for blob in blobs]
 
@@ -329,22 +343,23 @@ def share_unexchanged(
     init: str,
     source_rank: int,
 ) -> Digests:
-    """Make frozen parameters and buffers alike, which no later exchange carries.
+    """Make frozen parameters and buffers equal on all replicas: no round exchanges them.
 
-    Returns the digests that all replicas have then.
-
-    Replicas that differ in them would train the mean of different functions. Only the tensors that
-    differ travel.
+    If they differed, the mean of the replicas' parameters would belong to no single model. Only the
+    tensors that differ travel.
 
     Args:
         tensors: See ``unexchanged_tensors``.
-        uncopied: See ``uncopied_tensors``: a difference is a warning.
-        init: With "check" a difference is an error.
+        uncopied: See ``uncopied_tensors``; if these differ, only warn.
+        init: If "check", raise for a difference instead of copying.
         source_rank: The rank of the replica that the others copy.
 
+    Returns:
+        The digests of ``tensors`` that all replicas have afterwards.
+
     Raises:
-        ReplicaMismatch: On every replica, with the names, for a difference with ``init="check"``,
-            for one of more than 64 MiB, and for names or sizes that differ.
+        ReplicaMismatch: On every replica, with the names, if tensors differ and ``init`` is
+            "check", if more than 64 MiB differ, or if names or sizes differ.
     """
     own = digests_by_name(tensors)
     views = gather_json(exchange, [own, digests_by_name(uncopied)])
@@ -387,12 +402,13 @@ def _share(
 
 
 def warn_of_newcomers(exchange: Exchange, own: Digests, buffers: Collection[str]) -> None:
-    """Warn of newcomers with other frozen parameters or buffers than the members have alike.
+    """Warn of newcomers whose frozen parameters or buffers differ from the members' common ones.
 
-    A collective call. A tensor in which the members themselves differ is each replica's own. Where
-    one member trains, nothing tells which buffers are.
+    A collective call. Tensors in which the members themselves differ are not compared. If only one
+    member trains, that cannot be seen, so no buffers are compared.
 
     Args:
+        own: The digests of this replica's tensors.
         buffers: Names of buffers among the tensors.
     """
     views = gather_json(exchange, own)
@@ -412,6 +428,6 @@ def warn_of_newcomers(exchange: Exchange, own: Digests, buffers: Collection[str]
 
 
 def _differing(views: Sequence[Mapping[str, Sequence[int]]]) -> list[str]:
-    """Return the names whose digests differ from the first view."""
+    """Return the names whose digests are not the same in all ``views``."""
     names = sorted({name for view in views for name in view})
     return [name for name in names if any(v.get(name) != views[0].get(name) for v in views)]

@@ -22,8 +22,8 @@ from ..ops.digests import DigestReading, digest_of
 from .handshake import gather_json
 from .part import RoundInFlight, SyncedFragment, SyncedPart, hashed, mixed
 
-# Rounds of a fragment: a replica whose parameters do not move, or whose device is late, sends no
-# digest.
+# ``SameData`` gives up after so many rounds of a fragment: a replica whose parameters do not move,
+# or whose device is late, sends no digest.
 _MOST_LOOKS = 4
 
 
@@ -88,7 +88,7 @@ def refuse_difference(
 def refuse_other_past(
     exchange: Exchange, parts: Sequence[SyncedPart], views: Sequence[Sequence[Sequence[int]]]
 ) -> None:
-    """Compare the histories that all replicas gave, of parts that are at the same round.
+    """Compare all replicas' histories of each part that is at the same round on all of them.
 
     Args:
         views: (round, history) of each part, for each replica.
@@ -103,9 +103,9 @@ def refuse_other_past(
 
 
 def unsent(parts: Sequence[SyncedPart], inner_step: int) -> list[int]:
-    """Return a number for each part: 0 if this replica has nothing of the part left to share.
+    """Return for each part how many inner steps of training this replica has yet to send.
 
-    Else the number is the inner steps after ``last_sent``, or 1 where a lost round alone is owed.
+    The number is 1 if only the values of a lost round are to be sent; 0 if nothing is.
     """
     return [inner_step - part.last_sent or int(part.owed.is_lost) for part in parts]
 
@@ -113,7 +113,7 @@ def unsent(parts: Sequence[SyncedPart], inner_step: int) -> list[int]:
 def stale_parts(
     exchange: Exchange, parts: Sequence[SyncedPart], inner_step: int, beside: Any
 ) -> tuple[list[SyncedPart], list[Any]]:
-    """List the parts that any replica holds something unsent of; a collective call.
+    """Return the parts for which some replica has training to send; a collective call.
 
     Args:
         beside: A further JSON value of this replica.
@@ -150,16 +150,15 @@ def _shown(value: tuple[int, ...]) -> str:
 
 
 class SameData:
-    """Warn once if the first rounds show that replicas train on the same data.
+    """Warns once if the first rounds show that replicas train on the same data.
 
-    Replicas begin with equal parameters. After some steps on data of their own they differ, in the
-    fragments that the data reach. The headers of the first rounds carry digests of the local
-    parameters, until all fragments are compared or one of them differs on all replicas. The host
-    does not wait for the digest of parameters on a device: the fragment's next round carries that
-    digest.
+    Replicas begin with equal parameters. After some steps on different data the parameters differ,
+    in the fragments that the data change. The headers of the first rounds carry digests of the
+    local parameters, until all fragments are compared or one of them differs on all replicas. The
+    host does not wait for a digest that a device computes: the fragment's next round carries it.
 
     Attributes:
-        is_wanted: Whether there is still something to find out; set by ``begin``.
+        is_wanted: Whether digests are still needed; ``begin`` sets it.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -167,7 +166,7 @@ class SameData:
         self._first_step = 0
         self._first: dict[int, int] = {}
         self._readings: dict[int, DigestReading] = {}
-        # By fragment: rounds looked at, and the replicas with equal parameters.
+        # By fragment: how many rounds were compared, and which replicas had equal parameters.
         self._num_looks: dict[int, int] = {}
         self._alike: dict[int, set[int]] = {}
 
@@ -181,12 +180,13 @@ class SameData:
             self._first = {p.index: digest_of(p.tensors()) for p in parts if p.has_outer}
 
     def digest(self, part: SyncedPart, inner_step: int, *, waits: bool) -> int:
-        """Return a digest of a part's local parameters, below 2^32; 0 if it would tell nothing.
+        """Return a digest of a part's local parameters, below 2^32; 0 if there is none to compare.
 
         Args:
-            waits: Wait for the part's device.
+            waits: Wait until the part's device has computed the digest.
         """
-        # A first step may depend on the signs of gradients alone, as under Adam.
+        # Equal parameters after one step prove nothing: under Adam that step depends only on the
+        # signs of the gradients.
         is_early = inner_step < self._first_step + 2 or self._exchange.size == 1
         if not self.is_wanted or is_early or not part.has_outer:
             return 0
@@ -204,7 +204,7 @@ class SameData:
     def look(self, flight: RoundInFlight) -> None:
         """Compare the digests of a round that was applied."""
         part, headers = flight.part, flight.wait().headers
-        # The round of a saved state has one header, and is of an earlier process.
+        # A round from a saved state has one header, and was sent by an earlier process.
         if not self.is_wanted or not part.has_outer or len(headers) != len(flight.members):
             return
         owners: dict[int, set[int]] = {}

@@ -1,7 +1,7 @@
-"""Take in a saved state: check all of it first, then write; ``state_dict`` shows its layout.
+"""Loads a saved state: checks all of it first, then writes. ``state_dict`` shows its layout.
 
-The run that loads may differ from the run that saved. A state goes by the names of parameters. Each
-fragment of the present run takes its numbers from the saved fragments that had its parameters. If
+The run that loads may have other fragments than the run that saved: tensors are found by the names
+of parameters. Each fragment takes its numbers from the saved fragments that had its parameters. If
 these are at different rounds, the fragment goes on from the highest number of rounds and of outer
 steps, and from the lowest inner step up to which everything was sent. A parameter that the saved
 run did not exchange begins without momentum.
@@ -33,11 +33,12 @@ _ADVICE = (
 
 
 class Restore:
-    """A saved state, checked against the present run and not yet taken in.
+    """A saved state that was checked against the present run; ``write`` loads it.
 
     Args:
         parts: All parts of the present run.
-        scope: The present run, with its ``run``.
+        state: The saved state.
+        scope: The present replica and group, with its ``run``.
         model: All parameters of the model by name, frozen ones too.
         strict: See ``DiLoCo.load_state_dict``.
 
@@ -47,7 +48,7 @@ class Restore:
     Raises:
         ValueError: If the state does not fit the model, the outer optimizer, the overlap or the
             replica, or has rounds under way that cannot follow a change.
-        TypeError: If it is no mapping.
+        TypeError: If the state is no mapping.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Restore:
             self._plan(part)
 
     def write(self) -> None:
-        """Copy the state in, in place. Nothing may be in flight."""
+        """Copy the state into the parts' tensors. No round may be in flight."""
         for one in self._writes:
             one()
         self._report()
@@ -89,7 +90,7 @@ class Restore:
         return bool(self._match.new)
 
     def read_new(self) -> None:
-        """Set the outer values of parameters that the state lacks to the model's values of now."""
+        """Set outer parameters that the state lacks to the model's present values."""
         new = set(self._match.new)
         for part in self._fragments():
             offset = 0
@@ -116,7 +117,7 @@ class Restore:
         return _numbers_at(self._home, index, index < len(self._saved.fragments))
 
     def _refuse_under_way(self) -> None:
-        """Raise if something is under way in a state that was saved with other parts."""
+        """Raise if a state that was saved with other parts has rounds under way, or debts."""
         busy = {
             index
             for index, numbers in self._numbers.items()
@@ -168,7 +169,8 @@ class Restore:
                     "itself; strict=False starts them at zero"
                 )
             whole, runs = None, None
-        # Without the older residuals, a round that is lost later leaves its rounding error.
+        # An old state may lack the older residuals. Then a round that is lost later leaves its
+        # rounding error in the residual.
         old_whole = whole and (self._find_whole(part, "residual_before") or whole)
         old_runs = runs and (self._find_runs(part, "reduce_residual_before") or runs)
         if whole is not None:
@@ -179,7 +181,7 @@ class Restore:
             self._kept |= {("reduce_residual", self._run_key(place, k)) for k in range(len(runs))}
 
         def load() -> None:
-            # Looked up now: the buffers may have been swapped since the check.
+            # Not before this call, as the tensors may be swapped between the check and the load.
             residuals = buffers.residuals
             for values, saved in ((residuals.value, whole), (residuals.before(), old_whole)):
                 if values is not None:
@@ -190,7 +192,7 @@ class Restore:
         return [load]
 
     def _find_whole(self, part: SyncedFragment, name: str) -> Mapping[str, Any] | None:
-        """Return a saved residual of the encoding, checked; None if there is none for this part."""
+        """Return the checked saved residual of this part's encoding; None if there is none."""
         saved = None if self._own is None else self._own.get(name)
         if not saved or not part.fragment.has_own(saved):
             return None
@@ -220,7 +222,7 @@ class Restore:
         return self._saved.members != self._scope.members
 
     def _lacks_whole(self, part: SyncedFragment) -> bool:
-        """Whether the state has, for a good reason, no residual of a part's encoding."""
+        """Whether there is a good reason why the state has no residual of this part's encoding."""
         saved = self._saved
         is_newcomer = self._scope.replica not in saved.members
         is_cut_anew = bool(part.fragment.placement) and self._match.place(part) != part.index
@@ -228,7 +230,10 @@ class Restore:
         return not saved.error_feedback or is_newcomer or is_cut_anew or bool(is_new)
 
     def _lacks_runs(self, part: SyncedFragment) -> bool:
-        """As ``_lacks_whole``, for the reductions, which go by place and not by name."""
+        """Whether there is a good reason why the state has no residuals of this part's reductions.
+
+        These belong to elements at fixed places, and not to parameters by name.
+        """
         place = self._match.place(part)
         if place is None or self._is_other_group():
             return True
@@ -250,7 +255,7 @@ class Restore:
         is_busy = shared is not None and bool(json.loads(shared)["rounds"])
         is_busy = is_busy or (mine is not None and (mine["owes"] or mine["is_ahead"]))
         if not is_busy or part.buffers is None:
-            # Rounding errors of rounds that were applied long ago; another policy cannot add them.
+            # Only values owed to the next encoding are left, which another policy cannot add.
             return self._plan_owed(part, mine) if self._overlap == scope.kind else []
         if self._overlap != scope.kind:
             raise ValueError(
@@ -284,7 +289,7 @@ class Restore:
         return self._owe(part, self._own.get("owed", {}))
 
     def _plan_owed_anew(self, part: SyncedPart) -> list[Callable[[], None]]:
-        """Take over, by name, the values that lost rounds have left to the next encoding."""
+        """Plan to load, by name, the values of lost rounds that the next encoding adds."""
         owed = (self._own or {}).get("owed") or {}
         is_there = isinstance(part, SyncedFragment) and part.fragment.has_own(owed)
         if not is_there or not self._scope.overlap.rounds or part.buffers is None:
@@ -306,7 +311,7 @@ class Restore:
     # ------------------------------------------------------------------------- what is told
 
     def _report(self) -> None:
-        """Log what has changed, and how much of the state no part of this run has taken."""
+        """Log the differences between both runs, and how much of the state was not loaded."""
         assert self._scope.run is not None
         match, told = self._match, differences(self._saved, self._scope.run)
         told += other_differences(self._saved, self._scope.run)
@@ -341,7 +346,7 @@ class Restore:
             )
 
     def _warn_of_ended(self) -> None:
-        """Warn if a parameter that is exchanged no more differs from its last shared value."""
+        """Warn if parameters that are exchanged no more differ from their saved outer values."""
         outer, away = _need(self._home, "outer"), []
         for name in self._match.ended:
             if name in outer and not sharding.misfit(outer[name], self._model[name]):
@@ -364,11 +369,13 @@ def restore_outer(
     """Check the outer parameters, buffers and numbers of fragments in a saved state.
 
     Args:
-        layout: See ``Plan.saved_layout``: the state must be of the same one.
+        parts: The fragments of the present run.
+        state: The saved state.
+        layout: See ``Plan.saved_layout``; the state must have the same layout.
 
     Returns:
-        A function that copies them in, in place. Histories, residuals and rounds under way are left
-        as they are.
+        A function that copies these into the fragments. It does not change histories, residuals and
+        rounds under way.
 
     Raises:
         ValueError: If the state does not fit this model, or the state is not the same on all
@@ -409,13 +416,13 @@ def _numbers_at(home: Mapping[str, Any], index: int, is_fragment: bool) -> Mappi
 
 
 def _saved_history(numbers: Mapping[str, Any], scope: Scope) -> int:
-    """Return the history that the state was saved with; 0 where none is kept."""
+    """Return the history in the saved numbers of a part; 0 if they have none."""
     text = numbers.get(scope.flights)
     return 0 if text is None else int(json.loads(text)["history"])
 
 
 def _need(mapping: Any, *path: str) -> Any:
-    """Look up a path of keys.
+    """Return the entry of a saved state at a path of keys.
 
     Raises:
         ValueError: If the state has no such entry.
@@ -430,7 +437,7 @@ def _need(mapping: Any, *path: str) -> Any:
 def _home(
     state: Mapping[str, Any], own: Mapping[str, Any] | None, scope: Scope, strict: bool
 ) -> Mapping[str, Any]:
-    """Find what is the same on all replicas, or this replica's version of it."""
+    """Return the mapping with the outer state: the state itself, or this replica's entry in it."""
     if state.get("parts"):
         return state
     if own is not None and own.get("parts"):
@@ -453,7 +460,7 @@ def _named(part: SyncedFragment) -> list[tuple[str, Tensor]]:
 
 
 def _zeros(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return fp32 zeros like parameters."""
+    """Return fp32 zeros in the shapes of these parameters, by name."""
     return {
         name: torch.zeros_like(param.detach(), dtype=torch.float32)
         for name, param in params.items()
@@ -466,10 +473,13 @@ def _plan_tensors(
     numbers: Mapping[str, Any],
     new: Collection[str] = (),
 ) -> list[Callable[[], None]]:
-    """Plan to load outer parameters and their buffers.
+    """Check a fragment's saved outer parameters and buffers; return functions that load them.
 
     Args:
-        new: Parameters that the state lacks: they take the model's values, and zeros.
+        home: The mapping with the outer state, see ``_home``.
+        numbers: The numbers with which the fragment goes on.
+        new: Names of parameters that the state lacks: their outer values become the model's, and
+            their buffers zero.
     """
     fragment = part.fragment
     current = {name: param.detach() for name, param in _named(part) if name in new}
@@ -491,7 +501,7 @@ def _plan_tensors(
     def load_buffers() -> None:
         flats = {}
         for name, saved in buffers.items():
-            # The one element that stands for an empty shard is in no saved tensor.
+            # Zeros first: the one element that stands for an empty shard is in no saved tensor.
             flats[name] = torch.zeros_like(part.outer)
             fragment.load(flats[name], {**saved, **_zeros(empty[name])})
         part.state.load(flats, extra)
@@ -524,13 +534,13 @@ def _install(part: SyncedPart, saved: Saved, mine: Mapping[str, Any] | None) -> 
 
 
 def _owe(part: SyncedPart, values: Tensor) -> None:
-    # Looked up now: the buffers may have been swapped since the check.
+    # Not before this call, as the tensors may be swapped between the check and the load.
     assert part.buffers is not None
     part.buffers.residuals.owe(values)
 
 
 def _refuse_other_shards(numbers: Mapping[str, Any], scope: Scope) -> None:
-    """Raise if rounds were under way in payloads that are cut in another way."""
+    """Raise if rounds are under way in the state of replicas with another number of shards."""
     if scope.flights in numbers:
         return
     for name, text in numbers.items():
@@ -542,7 +552,7 @@ def _refuse_other_shards(numbers: Mapping[str, Any], scope: Scope) -> None:
 
 
 def differences(saved: Run, here: Run) -> list[str]:
-    """List what differs in model, fragments and schedule, each with both values."""
+    """Return one clause for each difference in model, fragments and schedule, with both values."""
     pairs: list[tuple[str, Any, Any]] = [
         ("sync_every", saved.sync_every, here.sync_every),
         ("the number of fragments", len(saved.fragments), len(here.fragments)),
@@ -553,7 +563,7 @@ def differences(saved: Run, here: Run) -> list[str]:
     found = [f"{what} is {was} in the state, {now} here" for what, was, now in pairs if was != now]
     was, now = _places(saved), _places(here)
     changed = [n for n in dict.fromkeys([*was, *now]) if was.get(n) != now.get(n)]
-    # A parameter that one of the two does not exchange says more than its neighbours' new places.
+    # Name first a parameter that only one run exchanges: it may be why its neighbours have moved.
     changed.sort(key=lambda name: name in was and name in now)
     if changed:
         first = changed[0]
@@ -567,11 +577,11 @@ def differences(saved: Run, here: Run) -> list[str]:
 
 
 def other_differences(saved: Run, here: Run) -> list[str]:
-    """List what differs beside model, fragments and schedule: all of this follows."""
+    """Return one clause for each other difference; a state can be loaded in spite of these."""
     pairs: list[tuple[str, Any, Any]] = [("wires", _wires(saved), _wires(here))]
     for name in ("error_feedback", "members"):
         pairs.append((name, getattr(saved, name), getattr(here, name)))
-    # Through JSON, as the saved one: a tuple has become a list.
+    # Convert to JSON and back, as the saved one was: tuples become lists.
     outer = json.loads(json.dumps(here.outer))
     for name in sorted({*saved.outer, *outer}):
         pairs.append((f"{name} of outer", saved.outer.get(name), outer.get(name)))
@@ -584,7 +594,7 @@ def _wires(run: Run) -> list[str]:
 
 
 def _places(run: Run) -> dict[str, str]:
-    """Say by name in which fragment a parameter is, and how it lies in memory."""
+    """Return for each parameter its fragment and form in memory, in words."""
     return {
         name: f"{form} in fragment {index}"
         + (f", aligned to {one.alignment}" if one.alignment > 1 else "")
@@ -600,7 +610,7 @@ def refuse_what_cannot_follow(
     exchanged: Mapping[str, Tensor],
     model: Collection[str],
 ) -> None:
-    """Raise one ValueError that names all that keeps a state from being loaded into this run.
+    """Raise one ValueError with all reasons why a state cannot be loaded into this run, if any.
 
     Args:
         outer: Saved outer parameters.
@@ -634,12 +644,12 @@ def refuse_what_cannot_follow(
 
 
 class Match:
-    """Where the parts of the present run find their numbers in a saved state.
+    """Finds, for each part of the present run, the saved parts with its parameters.
 
     Attributes:
-        is_same: The save had the same parts, tensors and schedule.
-        new: Parameters that the saved run did not exchange.
-        ended: Parameters that the saved run exchanged, and the present one does not.
+        is_same: Both runs have the same parts, tensors and schedule.
+        new: Names of parameters that the saved run did not exchange.
+        ended: Names of parameters that the saved run exchanged, and the present one does not.
     """
 
     def __init__(self, saved: Run, here: Run) -> None:
@@ -655,7 +665,7 @@ class Match:
         return list(range(len(self.saved.fragments) + self.saved.has_buffers))
 
     def twin(self, part: SyncedPart) -> int | None:
-        """Return the saved part with just these tensors, in this order; None without one."""
+        """Return the index of the saved part with exactly the same tensors, in order; or None."""
         if not isinstance(part, SyncedFragment):
             return len(self.saved.fragments) if self.saved.has_buffers else None
         own = self.here.fragments[part.index]
@@ -665,7 +675,7 @@ class Match:
         return None
 
     def place(self, part: SyncedPart) -> int | None:
-        """Return the twin, if its elements lie at the same places too; None without one."""
+        """Return the index of the twin if its elements are also at the same places, or None."""
         twin = self.twin(part)
         if twin is None or not isinstance(part, SyncedFragment):
             return twin
@@ -673,7 +683,7 @@ class Match:
         return twin if is_alike else None
 
     def sources(self, part: SyncedPart) -> list[int]:
-        """Return the saved parts that had a part's parameters."""
+        """Return the indices of the saved parts that had any of this part's parameters."""
         twin = self.twin(part)
         if twin is not None or not isinstance(part, SyncedFragment):
             return [] if twin is None else [twin]
@@ -692,16 +702,17 @@ class Match:
         sources = [saved[index] for index in self.sources(part)]
         merged = _merged(sources or list(saved.values()))
         if not sources:
-            # The schedule of the learning rate goes on, and no outer step was taken.
+            # All parameters are new: no outer step was taken, but the learning rate's schedule goes
+            # on from the other parts' round.
             merged |= {"num_steps": 0, "extra": {}, "last_lr": None, "ended_at": -1}
             merged |= {"last_momentum": None, "is_mean": False}
         return merged
 
 
 def _merged(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return numbers for parameters that come from several parts.
+    """Return the numbers of a part whose parameters come from several saved parts.
 
-    The norms of outer steps belong to whole parts, and begin anew.
+    The norms of outer steps are left out, as they belong to whole parts.
     """
     steps = [int(one.get("num_steps", one["round"])) for one in sources]
     furthest = sources[steps.index(max(steps))]
@@ -720,7 +731,7 @@ def _merged(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _merged_extra(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return all parameters' values; a number that parameters share is the last source's."""
+    """Return the merged ``extra``: values by parameter are joined, other values the last ones."""
     merged: dict[str, Any] = {}
     for one in sources:
         for key, value in one.get("extra", {}).items():

@@ -1,4 +1,4 @@
-"""The record of each round: its costs, the sums over all rounds, and norms over workers."""
+"""Metrics: the costs of each round, sums over all rounds, and norms over a replica's workers."""
 
 from __future__ import annotations
 
@@ -37,21 +37,22 @@ class SyncMetrics:
         fragment: Index of the fragment.
         inner_step: Inner steps done when the result was applied.
         sent_bytes, received_bytes: Payload and control bytes to and from the peers.
-        encode_s: The training loop encoded the pseudo-gradient.
-        exchange_s: From the first byte sent to the last one received.
-        reduce_s: Decoding, averaging and encoding the own shard.
-        exposed_s: The training loop, or its stream on a device, waited for the result, doing
-            nothing else.
-        outer_step_s: The training loop decoded, stepped and wrote the parameters.
-        overlap_fraction: Part of the exchange during which the training loop went on, 0 to 1; 0
-            where the result was applied by the call that sent the round.
+        encode_s: Seconds in which the training loop encoded the pseudo-gradient.
+        exchange_s: Seconds from the first byte sent to the last one received.
+        reduce_s: Seconds for decoding, averaging and encoding the runs that this replica owns.
+        exposed_s: Seconds for which the training loop, or its stream on a device, only waited for
+            the result.
+        outer_step_s: Seconds in which the training loop decoded the mean, took the outer step and
+            wrote the parameters.
+        overlap_fraction: Share of the exchange during which the training loop went on, 0 to 1; 0
+            if the call that sent the round also applied its result.
         pseudo_gradient_norm: L2 norm of this replica's pseudo-gradient; NaN unless
             ``norms=True``, since it takes one more pass over the parameters.
         weight: This replica's weight in the mean.
-        is_applied: False when the round was voted down and skipped.
-        is_reset: No wire carries this replica's values: the replica has taken the outer parameters,
-            and its weight was 0.
-        reset_replicas: All replicas that were reset in the round.
+        is_applied: False if the round was voted down and skipped.
+        is_reset: This replica had values that cannot be encoded, and was reset: its local
+            parameters became the outer ones, and its weight was 0.
+        reset_replicas: Numbers of all replicas that were reset in the round.
     """
 
     round: int
@@ -79,7 +80,13 @@ class SyncMetrics:
 
 @dataclass
 class SyncTotals:
-    """Sums over all exchanges since the start; in ``num_reset`` of them this replica was reset."""
+    """Sums of ``SyncMetrics`` over all exchanges since the start.
+
+    Attributes:
+        num_syncs: All exchanges, skipped ones too.
+        num_skipped: Exchanges whose rounds were voted down.
+        num_reset: Exchanges in which this replica was reset.
+    """
 
     num_syncs: int = 0
     num_skipped: int = 0
@@ -95,22 +102,25 @@ class SyncTotals:
 
     @property
     def overlap_fraction(self) -> float:
-        """Part of all exchange time during which the training loop went on; 0 without any."""
+        """Share of all exchange time during which the training loop went on; 0 for no exchange."""
         return self.hidden_s / self.exchange_s if self.exchange_s > 0 else 0.0
 
 
 class Recorder:
-    """Keep the latest metrics and all sums, and tell the callbacks.
+    """Keeps the latest metrics and all sums, and calls the callbacks.
 
     Attributes:
-        since: Sums over the exchanges that ``progress`` has not taken yet.
-        awaited_s: Seconds for which this replica has waited until another one, by its number, began
-            a round that was applied. Waits of a stream on a device are not measured.
-        since_awaited_s: Those in the exchanges of ``since``.
-        callbacks: Called after every exchange.
-        progress: Called before them while lines of level INFO are logged; see ``Progress.tell``.
-        waiting: Called once, when the present step has ended.
-        is_telling: A callback is being called.
+        latest: The metrics of the latest exchanges, oldest first.
+        totals: Sums over all exchanges.
+        since: Sums over the exchanges since the last ``take``.
+        awaited_s: For each other replica, by number, the seconds for which this one has waited
+            until it began a round that was applied. Waits of a device's stream are not measured.
+        since_awaited_s: The same since the last ``take``.
+        callbacks: Functions that are called after every exchange.
+        progress: Called before the callbacks while lines of level INFO are logged, see
+            ``Progress.tell``; None: not called.
+        waiting: Functions that are called once, when the present step has ended.
+        is_telling: Whether a callback is being called.
     """
 
     def __init__(self) -> None:
@@ -120,7 +130,7 @@ class Recorder:
         self.since_awaited_s: defaultdict[int, float] = defaultdict(float)
         self.callbacks: list[Callable[[SyncMetrics], None]] = []
         self.progress: Callable[[], None] | None = None
-        # Signal handlers add to it, in the middle of anything.
+        # Signal handlers may append to this deque at any moment.
         self.waiting: deque[Callable[[], object]] = deque()
         self._untold: deque[SyncMetrics] = deque()
         self.is_telling = False
@@ -133,7 +143,7 @@ class Recorder:
         return taken
 
     def add(self, metrics: SyncMetrics) -> None:
-        """Take in one exchange, applied or skipped."""
+        """Add the metrics of one exchange, applied or skipped."""
         self.latest.append(metrics)
         for totals in (self.totals, self.since):
             totals.num_syncs += 1
@@ -153,9 +163,9 @@ class Recorder:
         # A round from a saved state was exchanged by another process: it took no seconds here.
         seconds = mean.seconds
         exchange_s = seconds.get("total", 0.0)
-        # On streams the training stands still for other times than the host waits.
+        # For an exchange on streams, the stream's waiting time counts, not the host's.
         exposed_s = seconds.get("exposed", flight.exposed_s)
-        # The call that sends a round may apply the result, too.
+        # If the call that sent the round also applies it, nothing could be hidden.
         is_at_once = flight.kind == "flush" or flight.sent_step in (flight.apply_step, inner_step)
         can_hide = exchange_s > 0 and not is_at_once
         metrics = SyncMetrics(
@@ -232,7 +242,7 @@ class Recorder:
             raise error
 
     def call_after_step(self, function: Callable[[], object], *, at_once: bool) -> None:
-        """Call a function when the step has ended, or at once."""
+        """Call a function when the present step has ended; if ``at_once``, now."""
         if not callable(function):
             raise TypeError(f"after_step takes a function without arguments, got {function!r}")
         if at_once:
@@ -241,14 +251,17 @@ class Recorder:
             self.waiting.append(function)
 
     def call_waiting(self) -> None:
-        """Call what waits for the end of the step, and raise the first error after that."""
-        # A function that one of them adds waits for the next step.
+        """Call the functions in ``waiting``; raise the first error after that."""
+        # A function that is added meanwhile waits for the next step.
         error = self._tell(self.waiting.popleft() for _ in range(len(self.waiting)))
         if error is not None:
             raise error
 
     def _tell(self, calls: Iterable[Callable[[], object]]) -> Exception | None:
-        """Call the callbacks; an exchange that ends during a callback is told after it."""
+        """Call ``calls`` and return the first error; do nothing within a callback.
+
+        Exchanges that end during a callback are reported after it.
+        """
         if self.is_telling:
             return None
         try:
@@ -257,7 +270,7 @@ class Recorder:
             finally:
                 self.is_telling = False
         finally:
-            # A Ctrl-C may come just before the same line in the inner ``finally``.
+            # Once more: a Ctrl-C may come just before the same line in the inner ``finally``.
             self.is_telling = False
 
     def _call_all(self, calls: Iterable[Callable[[], object]]) -> Exception | None:
@@ -300,11 +313,12 @@ def _log_reset(flight: RoundInFlight, replicas: tuple[int, ...]) -> None:
 class SharedNorms:
     """Norms of fragments whose elements are divided among the workers of a replica.
 
-    The norms measured in one block of the workers are posted as one small collective of fixed size.
-    The host reads them when they are needed: at the next send, or in the metrics.
+    The workers add up the squared norms of one block in a small collective of fixed size. The host
+    reads the results when they are needed: at the next send, or in the metrics.
 
     Args:
-        sent: Measure the pseudo-gradients; the policy says whether the outer steps are measured.
+        policy: Says whether the norms of outer steps are measured.
+        sent: Measure the norms of pseudo-gradients.
     """
 
     def __init__(
@@ -313,7 +327,7 @@ class SharedNorms:
         device = next((part.device for part in parts if part.has_outer), CPU)
         side = _C.OwnStream(device) if device != CPU else None
         board = partial(NormBoard, workers.group, len(parts), device, side)
-        # A block sends one round of a part at most; flush() applies all that are under way.
+        # A block sends at most one round of a part. But flush() applies all rounds under way.
         self._open_sent = partial(board, 1) if sent else None
         self._open_steps = partial(board, policy.rounds + 1) if policy.measures_steps else None
         self._open()
@@ -323,24 +337,24 @@ class SharedNorms:
         self._steps = None if self._open_steps is None else self._open_steps()
 
     def of_sent(self, part: SyncedPart, squared: Tensor) -> NormReading:
-        """Keep the squared norm of a part's pseudo-gradient."""
+        """Add the squared norm of this worker's share of a pseudo-gradient; return the reading."""
         assert self._sent is not None
         return self._sent.put(part.index, squared)
 
     def of_step(self, part: SyncedPart, squared: Tensor) -> NormReading:
-        """Keep the squared norm of a part's outer step."""
+        """Add the squared norm of this worker's share of an outer step; return the reading."""
         assert self._steps is not None
         return self._steps.put(part.index, squared)
 
     def post_sent(self) -> None:
-        """Post the norms of the pseudo-gradients of this block; once in each block."""
+        """Start the collective for this block's pseudo-gradients, unless it was started."""
         if self._sent is not None and not self._sent.is_posted:
             self._sent.post()
 
     def post_all(self) -> None:
-        """Post the norms that are not posted yet, and begin anew for the next block.
+        """Start the block's collectives that were not started yet; prepare for the next block.
 
-        A worker whose block failed early posts here the norms that the others posted before.
+        A worker whose block failed early starts here the collectives that the others have started.
         """
         self.post_sent()
         if self._steps is not None:
@@ -349,15 +363,18 @@ class SharedNorms:
 
 
 class NormBoard:
-    """Squared norms of each worker's elements, added up over the workers of the replica.
+    """The squared norms of one block, added up over the workers of a replica.
 
-    Each part has ``depth`` places, so that all workers send the same number of values, whatever
-    they have measured. The sum is fp64 in the workers' order and the norm is rounded to fp32: it
-    equals the norm of one worker with all the elements, unless it lies within 1e-12 of itself from
-    where that rounding turns. Then it may be one step of fp32 off, on all workers of the replica.
+    All workers send the same number of values, ``depth`` for each part, whatever they have
+    measured. The sum is taken in fp64, in the workers' order, and the norm is rounded to fp32. So
+    the norm equals the norm that one worker with all elements would find. Only within a relative
+    1e-12 of a rounding boundary may it differ by one unit of fp32, equally on all workers.
 
     Args:
+        group: The process group of the replica's workers.
+        num_parts: Number of parts.
         side: Stream that sends values on a device; None when they are in host memory.
+        depth: The most norms of one part in a block.
     """
 
     def __init__(
@@ -373,17 +390,23 @@ class NormBoard:
         self._used = [0] * num_parts
         self.is_posted = False
         self._work: Any = None
-        # Values of all workers; None if another worker is gone, and the end of the block raises.
+        # The values of all workers; None if another worker is gone, for which the block's end
+        # raises.
         self._all: Reading | None = None
 
     def put(self, part: int, squared: Tensor) -> SharedReading:
-        """Add a norm that this worker has measured; ``squared`` is fp64, the squared norm first."""
+        """Add a norm that this worker has measured; return its reading.
+
+        Args:
+            part: Index of the part.
+            squared: fp64, the squared norm first.
+        """
         place, self._used[part] = self._used[part], self._used[part] + 1
         self._values[part, place] = squared[0]
         return SharedReading(self, part * self._values.shape[1] + place)
 
     def post(self) -> None:
-        """Send the values to the other workers; returns while they travel."""
+        """Start to gather the values of all workers, without waiting."""
         self.is_posted = True
         values = self._values
         everyone = values.new_empty(self._group.size(), *values.shape)
@@ -393,7 +416,7 @@ class NormBoard:
                 self._work = dist.all_gather(outs, values, group=self._group, async_op=True)
                 self._all = Reading(everyone.view(-1))
                 return
-            # Neither the host nor its stream waits now: the host reads a copy when it needs it.
+            # Neither the host nor its stream waits here: the host reads a copy later.
             side = self._side.stream
             side.wait_stream(torch.accelerator.current_stream(values.device))
             for tensor in (values, everyone):
@@ -403,7 +426,7 @@ class NormBoard:
                 self._all = Reading(everyone.view(-1))
 
     def norm(self, place: int) -> float:
-        """Return the norm over all workers; NaN when a worker has not measured it, or is gone."""
+        """Return the norm at a place over all workers; NaN if a worker lacks it, or is gone."""
         try:
             if self._work is not None:
                 self._work.wait()
@@ -420,7 +443,7 @@ class NormBoard:
 
 @dataclass(frozen=True)
 class SharedReading:
-    """A norm of the whole fragment; it can be read when the board has been posted."""
+    """A norm of a whole fragment, at one place of a board; readable after ``NormBoard.post``."""
 
     board: NormBoard
     place: int

@@ -1,8 +1,8 @@
-"""How often rounds with values that no wire carries may follow each other.
+"""Rounds with values that cannot be encoded (NaN, Inf, too large): skips, resets and their limit.
 
-Every replica sees the same votes and headers, so all replicas count alike. Counting begins when the
-group is formed: a resumed run and a changed group begin anew, newcomers included. After the error
-counting begins anew too: the program that catches the error may have cured the replica.
+Every replica sees the same votes and headers, so all replicas count the same. Counting begins when
+the group is formed, and begins anew in a resumed run, in a changed group, and after the error at
+the limit: the program that catches the error may have cured the replica.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .part import RoundInFlight, SyncedFragment, SyncedPart
 
 
 class Streaks:
-    """Count for each fragment the skipped rounds in a row, and each replica's resets in a row."""
+    """Counts, for each fragment, the skipped rounds in a row and each replica's resets in a row."""
 
     def __init__(self, settings: Settings) -> None:
         self._limit, self._is_reset = settings.max_skipped, settings.on_nonfinite == "reset"
         self._skips: Counter[int] = Counter()
         self._resets: dict[int, Counter[int]] = {}
         self._unshared: dict[int, NonFiniteError] | None = None
-        # Whether a round that was applied without a reset changes anything here.
+        # Whether a round that is applied without a reset would end a count here.
         self.is_counting = False
 
     def forget(self) -> None:
@@ -41,10 +41,11 @@ class Streaks:
         """Count a round that no replica applies.
 
         Args:
-            reset: Replicas that have taken the outer parameters in the round.
+            error: Why the round was voted down.
+            reset: Replicas that were reset in the round.
 
         Raises:
-            NonFiniteError: The limit is passed, and no flush is under way.
+            NonFiniteError: If the limit is passed, and no flush is under way.
         """
         self.is_counting = True
         self._count_resets(part, reset)
@@ -64,7 +65,7 @@ class Streaks:
             reset: As in ``skipped``.
 
         Raises:
-            NonFiniteError: A replica was reset once too often, and no flush is under way.
+            NonFiniteError: If a replica was reset once too often, and no flush is under way.
         """
         self._count_resets(part, reset)
         del self._skips[part.index]
@@ -110,13 +111,14 @@ class Streaks:
 
     @contextmanager
     def flushing(self, members: Sequence[int]) -> Iterator[None]:
-        """Run a flush, in which no number of skips raises, but at the end any fragment does.
+        """Run a flush: the limit does not count in the block, but any skip left at its end raises.
 
         Args:
             members: All replicas of the group.
 
         Raises:
-            NonFiniteError: Naming all fragments that were skipped and not applied after that.
+            NonFiniteError: At the end, naming all fragments that were skipped and not applied
+                later in the block.
         """
         self._unshared = {}
         try:
@@ -134,7 +136,8 @@ def _unshared_error(errors: Sequence[NonFiniteError], members: Sequence[int]) ->
         f"{_names(replicas)} from a checkpoint, or repair the values and call flush() again",
     )
     whole.replicas = tuple(replicas)
-    # A bad mean is no replica's fault, and a group cannot go on without all its members.
+    # ``missing`` proposes to go on without these replicas. There are none to leave out if the mean
+    # was bad, or if all members had bad values.
     is_of_some = all(error.missing for error in errors) and len(replicas) < len(members)
     whole.missing = tuple(replicas) if is_of_some else ()
     return whole
@@ -166,24 +169,26 @@ def check_on_reset(on_reset: OnReset | None, settings: Settings) -> None:
 
 
 class Resets:
-    """``on_nonfinite="reset"``: a replica with values that no wire carries takes the outer ones.
+    """``on_nonfinite="reset"``: a replica with bad values takes the outer parameters and goes on.
 
-    A fragment is encoded whole before any of it is sent, and its bad elements are counted. A
-    replica with bad elements sends zeros of weight 0, says so in the header, and sets the local
-    parameters of all its fragments to the outer ones: a bad value in one fragment would be in all
-    fragments after the next inner step. The round is then applied as if that replica were not
-    there. The replica has been reset even if the round fails.
+    Bad elements cannot be encoded: NaN, Inf or too large ones. A fragment is encoded whole, and its
+    bad elements are counted, before any of it is sent. A replica with bad elements sends zeros of
+    weight 0, with a flag in the header, and sets the local parameters of all its fragments to the
+    outer ones: a bad value in one fragment would spread to all by the next inner step. The round is
+    then applied as if that replica were not there. The replica has been reset even if the round
+    fails.
 
     Averaged buffers have no outer values: bad buffers are overwritten with the mean of the other
     replicas, when that mean arrives.
 
-    The workers of one replica decide alike, in one small collective in each of their blocks.
+    All workers of a replica decide the same, in one small collective in each of their blocks.
 
     Args:
-        on_reset: Called with all exchanged parameters when they have been written.
+        on_reset: Called with all exchanged parameters after these were set to the outer ones.
 
     Attributes:
-        is_on: Rounds are held until ``ship``; otherwise all methods here do nothing.
+        is_on: Whether resets are on: then rounds are held until ``ship``. If not, the methods do
+            nothing.
         has_taken_outer: The last ``ship`` has set the local parameters to the outer ones.
     """
 
@@ -204,19 +209,19 @@ class Resets:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the workers of the replica have still to decide in this block."""
+        """Whether the replica's workers have yet to decide on a reset in this block."""
         return self.is_on and self._workers is not None and not self._is_decided
 
     def ship(self, sent: Sequence[RoundInFlight], leave_local: LeaveLocal) -> None:
-        """Send the rounds that are held, those with bad values as zeros of weight 0.
+        """Send the held rounds ``sent``; a round with bad values as zeros of weight 0.
 
         Args:
             leave_local: Called with each part, before its local parameters are overwritten, and
-                with the round of that part among ``sent``.
+                with the round of that part among ``sent``, or None.
 
         Raises:
             Exception: The error of ``on_reset``; all rounds are sent and all parameters written.
-            RuntimeError: Another worker of this replica is gone; all rounds are sent, and all
+            RuntimeError: If another worker of this replica is gone; all rounds are sent, and all
                 parameters but that worker's are written.
         """
         self.has_taken_outer = False
@@ -246,7 +251,11 @@ class Resets:
         self._is_decided = False
 
     def _agree(self, own: Sequence[SyncedPart]) -> list[bool]:
-        """Say for each part whether any worker of the replica has bad values in it."""
+        """Return for each part whether any worker of the replica has bad values in it.
+
+        Args:
+            own: The parts in which this worker has some.
+        """
         bad = [part in own for part in self._parts]
         self._is_decided = True
         return bad if self._workers is None else self._workers.any(bad)

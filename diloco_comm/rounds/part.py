@@ -1,4 +1,4 @@
-"""Parts of a model that are exchanged as one: fragments and averaged buffers; and their rounds."""
+"""Parts: a *part* is exchanged as a whole: a fragment, or all averaged buffers of the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..replica.fragments import DTYPES, Fragment, is_dense, memory_of, refuse_ch
 
 
 class NormReading(Protocol):
-    """A norm that was measured on a device, or over the workers of the replica."""
+    """A norm whose value may still be on a device, or on its way between a replica's workers."""
 
     @property
     def is_there(self) -> bool:
@@ -39,9 +39,9 @@ class NormReading(Protocol):
     def norm(self) -> float: ...
 
 
-# sent      the payload is with the engine, and this replica has not looked at the result
-# agreed    all replicas have voted for the round, and its mean is here
-# pending   the outer step is enqueued, and the device takes it if the vote is good
+# sent      the engine has the payload, and this replica has not asked for the result yet
+# agreed    all replicas have voted for the round, and its mean has come
+# pending   the outer step is enqueued on the device, which takes it only if all vote yes
 # applied   the outer step is taken and counted
 # lost      no replica applies the round: its mean counts as zero
 State = Literal["sent", "agreed", "pending", "applied", "lost"]
@@ -56,20 +56,24 @@ class RoundInFlight:
 
     Attributes:
         number: Number of the round.
-        state: How far the round is; see ``State``.
-        apply_step: Inner step after which the result is due; -1 when that is at a send.
+        sent_step: Inner step of the send.
+        apply_step: Inner step after which the result is due; -1 if it is due at a later send.
+        weight: This replica's weight.
+        lr: Outer learning rate, not multiplied by an inner one.
         own: This replica's payload, laid out as ``layout``; None after a resume that needs none.
-        coefficient: Factor of the own payload in this replica's outer parameters already.
-        lr: Outer learning rate, without an inner one.
-        reading: The norm while it is being measured; see ``measured_norm``.
-        is_local_kept: The local parameters still hold what was sent.
-        is_reset: No wire carries what was to be sent: the own payload is zeros of weight 0.
-        members: Replicas of the group that the round was sent in, in rank order.
-        work: The exchange; None when the round comes from a saved state.
-        mean: The result once all replicas have agreed on the round; one from a saved state has a
-            single header, with the sum of the weights.
+        state: How far the round is; see ``State``.
+        reading: The norm of the pseudo-gradient while it is not read; see ``measured_norm``.
+        coefficient: The factor with which the own payload has gone into this replica's outer
+            parameters before the round's result (``Eager``); 0 if it has not.
+        is_local_kept: The local parameters were not set to the outer ones at the send, and so
+            still contain the values that were sent.
+        is_reset: The values could not be encoded: the own payload is zeros of weight 0.
+        members: Numbers of the replicas in the group of the round, in rank order.
+        work: The exchange; None if the round comes from a saved state.
+        mean: The result once all replicas have agreed on the round; a round from a saved state has
+            a single header, with the sum of the weights.
         saved_resets: Replicas that were reset in a round from a saved state.
-        exposed_s: Seconds that the training loop waited for the result, doing nothing else.
+        exposed_s: Seconds for which the training loop only waited for the result.
         outer_step_s: Seconds of the outer step.
     """
 
@@ -97,9 +101,9 @@ class RoundInFlight:
 
     @property
     def senders(self) -> tuple[int, ...]:
-        """The replicas whose payloads are the terms of the mean, in order; none if owners made it.
+        """The replicas whose payloads are the terms of the mean, in order.
 
-        For a round that has arrived.
+        () if the owners of runs have computed the mean. Only for a round whose mean has come.
         """
         assert self.mean is not None
         return self.members if len(self.members) == len(self.mean.terms) else ()
@@ -126,7 +130,7 @@ class RoundInFlight:
         return None if self.is_reset or self.sent_step == inner_step else self.own
 
     def own_share(self) -> list[Own]:
-        """Return the own payload, if it has gone into the outer parameters, or will now."""
+        """Return the own payload if ``coefficient`` of it goes into the outer parameters, or []."""
         if self.own is None or not self.coefficient:
             return []
         return [Own(self.own, self.coefficient, self.layout)]
@@ -135,10 +139,10 @@ class RoundInFlight:
         """Wait for the vote; repeatable.
 
         Args:
-            leaves_verdict: Return a mean whose verdict is open, if the device finds the verdict.
+            leaves_verdict: See ``exchange.round.Round.wait``.
 
         Raises:
-            SyncError: There is no result.
+            SyncError: If there is no result.
         """
         if self.mean is not None:
             return self.mean
@@ -160,7 +164,7 @@ def weight_sum(mean: Mean) -> float:
 
 
 def mean_of(repair: Repair, flight: RoundInFlight | None) -> Mean:
-    """Return the mean of a round that counts and that this replica has not applied.
+    """Return the mean of a round that counts, and that this replica has yet to apply.
 
     Args:
         flight: The round, if this replica still has it in flight.
@@ -180,7 +184,7 @@ def mean_of(repair: Repair, flight: RoundInFlight | None) -> Mean:
 
 
 def mixed(*values: float) -> int:
-    """Return 64 bits that depend on integers below 2^64 and floating-point numbers, in order."""
+    """Return a 64-bit hash of integers below 2^64 and floating-point numbers, in this order."""
     packed = b""
     for value in values:
         packed += struct.pack("<Q" if isinstance(value, int) else "<d", value)
@@ -188,19 +192,20 @@ def mixed(*values: float) -> int:
 
 
 def hashed(content: bytes) -> int:
-    """Return 64 bits that depend on the content."""
+    """Return a 64-bit hash of the content."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 @dataclass
 class Owed:
-    """The debts of a part, which its next rounds make good.
+    """The debts of a part, which its next rounds settle.
 
     Attributes:
-        is_lost: The next round will carry what a lost round had.
-        is_ahead: The local parameters still hold rounds that were sent.
-        corrections: Own payloads of lost rounds, in the layout of the part's buffers, that
-            ``Eager`` has applied and the next outer step takes back.
+        is_lost: The next round must send the values of a lost round again.
+        is_ahead: The local parameters still contain values that were sent in earlier rounds.
+        corrections: Own payloads of lost rounds that ``Eager`` has already put into the outer
+            parameters, and that the next outer step takes out. They have the layout of the part's
+            buffers.
     """
 
     is_lost: bool = False
@@ -213,8 +218,8 @@ class StepNorms:
     """L2 norms of a part's outer steps, as far as they are measured.
 
     Attributes:
-        last, largest: The norm of the last step and of the largest one.
-        readings: Norms that may still be on their way, oldest first.
+        last, largest: The norm of the last step, and the largest norm, among those read so far.
+        readings: Norms that are not read yet, oldest first.
     """
 
     last: float = 0.0
@@ -222,37 +227,40 @@ class StepNorms:
     readings: deque[NormReading] = field(default_factory=deque)
 
     def read(self) -> tuple[float, float]:
-        """Return ``last`` and ``largest``, with all norms that are there."""
-        # Norms of steps in a block of the replica's workers come when the block ends.
+        """Read all norms that are known by now; return ``last`` and ``largest``."""
+        # Norms over several workers are known only after the workers' block.
         while self.readings and self.readings[0].is_there:
             norm = self.readings.popleft().norm()
-            # NaN: a worker of the replica could not take that step, and all keep the norm before.
+            # NaN: a worker could not take that step, and all workers keep the norm before.
             if not isnan(norm):
                 self.last, self.largest = norm, max(self.largest, norm)
         return self.last, self.largest
 
 
-# Takes the squared norm of an outer step.
+# Takes the squared norm of an outer step, and returns its reading.
 Measure = Callable[[Tensor], NormReading]
 
 
 class SyncedPart(ABC):
-    """One entry of the schedule: local tensors, buffers of the exchange, and rounds in flight.
+    """A fragment or the averaged buffers: local tensors, exchange buffers, and rounds in flight.
 
     Attributes:
-        index: Number of the fragment in headers; the buffers come after the last fragment.
+        index: Number of the part in headers; averaged buffers come after the last fragment.
+        num_elements: Elements that are exchanged.
         round: Number of the next round to be applied.
-        last_sent: Last inner step whose progress is applied, in flight or owed.
+        last_sent: The last inner step whose training is applied, in flight or owed.
         in_flight: Rounds that are sent or agreed, oldest first.
         owed: The debts that earlier rounds have left to the next ones.
         step_norms: Norms of the outer steps, where the overlap policy measures them.
         weight_sum: Sum of all replicas' weights in the last round that was applied; 0 before.
-        history: Digest of the outer state and of the rounds applied to it; see ``history``.
-        buffers: Buffers of the exchange; None while there are none, and for a part of no elements.
-        loader: Brings outer parameters in host memory to the device; None where they are there.
-        has_outer: It has outer parameters, and a step of the outer optimizer in each round; and the
-            workers of the replica have different elements.
-        takes_verdict: A round can be applied on the device's decision.
+        history: Digest of the outer state and of the rounds applied to it; see ``rounds.history``.
+        buffers: Buffers of the exchange; None before ``open_buffers``, and for a part of no
+            elements.
+        loader: Copies outer parameters from host memory to the device; None if they are on the
+            device.
+        has_outer: Whether the part has outer parameters, and takes an outer step in each round; the
+            workers of a replica then hold different elements. False for averaged buffers.
+        takes_verdict: Whether the device can decide by the votes whether it takes an outer step.
     """
 
     device: torch.device
@@ -285,7 +293,7 @@ class SyncedPart(ABC):
         self.history = mixed(*values)
 
     def forget(self) -> None:
-        """Forget the rounds in flight, and what is owed."""
+        """Forget the rounds in flight, and all debts."""
         self.in_flight.clear()
         self.owed = Owed()
         if self.buffers is not None:
@@ -309,7 +317,10 @@ class SyncedPart(ABC):
 
     @abstractmethod
     def squared_norm(self, impl: str) -> Tensor:
-        """Return fp64 [2] on the device: of c(outer) minus local values, see ``ops.norms``."""
+        """Return the squared norm of the pseudo-gradient, fp64 [2] on the device.
+
+        See ``ops.norms``; the outer values are rounded to the parameters' dtypes first.
+        """
 
     @abstractmethod
     def apply(
@@ -318,9 +329,10 @@ class SyncedPart(ABC):
         """Take an outer step, and write the local tensors.
 
         Args:
-            update: ``params`` are the local tensors; without terms no step is taken.
-            own: This replica's payload, when it was sent at an earlier inner step than this one.
-            measure: Takes the squared norm of the step, if the norm is wanted.
+            update: The step: its ``params`` are the local tensors. Without terms, only the local
+                tensors are written.
+            own: This replica's payload, if it was sent at an earlier inner step.
+            measure: Called with the squared norm of the step; None if the norm is not wanted.
         """
 
     def uncount_step(self) -> None:  # noqa: B027
@@ -330,21 +342,24 @@ class SyncedPart(ABC):
         """Set the local parameters to the outer ones, where there are any."""
 
     def owe_progress(self) -> None:  # noqa: B027
-        """Owe the next round what the local parameters hold beyond the outer ones."""
+        """Let the next round also send the pseudo-gradient that the local parameters hold now."""
 
     def owe_round(self, flight: RoundInFlight, impl: str) -> None:  # noqa: B027
-        """Owe the next round what a round had sent."""
+        """Let the next round send the values of this round again."""
 
     def keep_local(self, flight: RoundInFlight, impl: str) -> None:  # noqa: B027
-        """Leave the local parameters as they are, though the next encoding sees them again."""
+        """Keep the local parameters after a send, and subtract its values from the next one.
+
+        Else the next encoding, which starts from these parameters, would send them twice.
+        """
 
 
 class SyncedFragment(SyncedPart):
     """A fragment's parameters, its outer parameters, and their optimizer's buffers.
 
     Attributes:
-        counted: Ranges of elements that count in norms of the replica; None: all of them. The other
-            elements are held, and counted, by another worker.
+        counted: Ranges of elements that count in this replica's norms; None: all of them. Another
+            worker counts the other elements.
     """
 
     has_outer = True
@@ -388,7 +403,7 @@ class SyncedFragment(SyncedPart):
         return self.state.outer
 
     def count(self, is_counted: Sequence[bool]) -> None:
-        """Say which of the parameters count in norms of the replica."""
+        """Set ``counted``: for each parameter, whether it counts in this replica's norms."""
         if all(is_counted):
             return
         self.counted, begin = [], 0
@@ -405,7 +420,7 @@ class SyncedFragment(SyncedPart):
             outer.copy_(flat)
 
     def differs_from_local(self) -> bool:
-        """Whether an outer parameter is not the local one."""
+        """Whether any outer parameter, rounded to the local dtype, differs from the local one."""
         offset = 0
         for _, piece in self.fragment.pieces():
             flat = memory_order(piece)
@@ -452,7 +467,7 @@ class SyncedFragment(SyncedPart):
             self.step_norms.readings.append(measure(squared))
 
     def _clear_padding(self) -> None:
-        """Set the padding to zero, to which a rotated wire has added noise."""
+        """Set the elements of padding to zero: a rotated wire has added noise to them."""
         residuals = None if self.buffers is None else self.buffers.residuals
         kept = [] if residuals is None else [residuals.value, residuals.new, residuals.owed]
         for begin, end in self._padding:
@@ -471,10 +486,11 @@ class SyncedFragment(SyncedPart):
         self.state.equal_at, self.state.last_update = -1, None
 
     def end(self, lr: float, momentum: float | None, impl: str, *, is_mean: bool) -> None:
-        """End training on the mean of the last round, or without the look-ahead.
+        """End training on the mean of the last round, or by taking back the look-ahead.
 
         Args:
-            lr, momentum: Numbers of the last outer step, see ``OuterState``.
+            lr, momentum: The outer learning rate and momentum of the last outer step.
+            is_mean: End on the mean of the last round.
         """
         if is_mean:
             self.state.take_mean(self.tensors())
@@ -486,7 +502,7 @@ class SyncedFragment(SyncedPart):
             self.state.take_back_look_ahead(lr, momentum)
             self.write_local(impl)
         self.state.ended_at, self.state.is_mean = self.state.num_steps, is_mean
-        # Where outer parameters differ between replicas (``Eager``), they still do.
+        # Under ``Eager``, the replicas' outer parameters still differ.
         self.state.equal_at = -1
 
     def squared_norm(self, impl: str) -> Tensor:
@@ -507,11 +523,11 @@ class SyncedFragment(SyncedPart):
         return values
 
     def on_device(self, *, copy: bool = False) -> Tensor:
-        """Return the outer parameters on the fragment's device; all of them, at once."""
+        """Return all outer parameters on the fragment's device."""
         return self.outer.to(self.device, copy=copy)
 
     def progress(self) -> Tensor:
-        """Return outer minus local parameters, as ``ops.encode`` takes it, fp32 [num_elements]."""
+        """Return the pseudo-gradient as ``ops.encode`` computes it, fp32 [num_elements]."""
         tensors = self.tensors()
         values = round_as(self.on_device(copy=True), tensors)
         for value, flat in paired(values, tensors):
@@ -546,7 +562,7 @@ class SyncedFragment(SyncedPart):
 
 
 def squared_norm(outer: Tensor | None, tensors: list[Tensor], impl: str) -> Tensor:
-    """Return fp64 [2] on the tensors' device: see ``ops.norms``."""
+    """Return the squared norm of ``outer`` minus ``tensors``, fp64 [2]: see ``ops.norms``."""
     squared = torch.zeros(2, dtype=torch.float64, device=device_of(tensors))
     ops.norms(outer, tensors, squared, impl=impl)
     return squared
@@ -592,7 +608,7 @@ class SyncedBuffers(SyncedPart):
         if own is None:
             decode_terms(update.terms, update.layout, update.params, impl=update.impl)
             return
-        # The steps since the send have changed the buffers: that change stays.
+        # Keep the change that the inner steps since the send have made to the buffers.
         change = torch.empty(self.num_elements, dtype=torch.float32, device=self.device)
         decode_terms([*update.terms, (own, -1.0)], update.layout, [change], impl=update.impl)
         for here, flat in paired(change, update.params):
@@ -600,10 +616,10 @@ class SyncedBuffers(SyncedPart):
 
 
 def _floating_buffers(model: nn.Module) -> Sequence[_Buffer]:
-    """List each buffer once, with the module that owns it: buffers may be replaced by new ones.
+    """Return each floating-point buffer of the model, as the module that owns it and its name.
 
-    Buffers that hold infinities or NaN from the start, such as attention masks, are constants of
-    the model, not statistics: they are left out.
+    A program may replace a buffer's tensor, so tensors are not kept. Buffers with infinities or NaN
+    at the start, such as attention masks, are constants and no statistics: they are left out.
     """
     found, seen = [], set()
     for prefix, module in unwrap_model(model).named_modules():

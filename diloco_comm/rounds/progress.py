@@ -1,8 +1,8 @@
 """The progress of one replica, for its log: a line for each round, and a summary at the end.
 
-Lines go to the logger of ``metrics``, which also says of a round that it was skipped. The lowest
-replica of the group logs its rounds at level INFO, and each other replica at level DEBUG. Rounds
-that come faster than ``PERIOD_S`` share a line.
+Lines go to the logger of ``metrics``, which also logs each skipped round. The lowest replica of the
+group logs its rounds at level INFO, and each other replica at level DEBUG. Rounds that come faster
+than one in ``PERIOD_S`` share a line.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Protocol
 
 from .metrics import Recorder, SyncMetrics, SyncTotals, logger
 
-# Seconds between two lines on average, and the lines that may follow each other at once.
+# Average seconds between two lines, and how many lines may follow each other at once.
 PERIOD_S = 10.0
 BURST = 5
-# A larger group is named by its size.
+# Lines list the members of a group up to this size, and give only the number of larger ones.
 _MOST_NAMED = 8
-# The summary names the replica that was waited for if the wait was this share of the time, and the
-# line of a round if the wait took these seconds.
+# The summary names the replica for which this one waited longest if that wait was this share of the
+# time; the line of a round names it if the wait took this many seconds.
 _LEAST_SHARE, _LEAST_S = 0.001, 1.0
 
 
 class Group(Protocol):
-    """The group of a replica, as far as its lines name the group: an ``Exchange``."""
+    """The attributes of an ``Exchange`` that log lines need."""
 
     collectives: str
 
@@ -38,7 +38,7 @@ class Group(Protocol):
 
 
 class Changes(Protocol):
-    """The cost of changes of the group to a replica; see ``ElasticTotals``."""
+    """The costs that changes of the group had for a replica; see ``ElasticTotals``."""
 
     @property
     def rounds_discarded(self) -> int: ...
@@ -47,7 +47,7 @@ class Changes(Protocol):
 
 
 class Bucket:
-    """Let a line pass every ``PERIOD_S`` seconds on average, and ``BURST`` lines at once.
+    """Limits the rate of lines (a token bucket): one in ``PERIOD_S`` seconds, ``BURST`` at once.
 
     Args:
         now: Seconds of a clock that never goes back.
@@ -67,15 +67,16 @@ class Bucket:
 
 
 class Progress:
-    """Log the rounds of one replica, from ``begin`` to ``end``.
+    """Logs the rounds of one replica, from ``begin`` to ``end``.
 
     Args:
         recorder: Has the sums of all rounds, and calls ``tell``.
-        num_parts: Fragments, and the averaged buffers.
+        group: The exchange.
+        num_parts: Number of fragments, plus one for averaged buffers.
         parameter_bytes: Bytes of the parameters that this worker exchanges, in their own dtypes.
-        name: See ``DiLoCo``; the lines of objects with other names than "default" begin with it.
-        worker: Rank and number of the workers of this replica; worker 0 logs.
-        clock: Returns seconds, and never goes back.
+        name: See ``DiLoCo``; lines begin with it unless it is "default".
+        worker: This worker's rank, and the number of the replica's workers; only worker 0 logs.
+        clock: A monotonic clock in seconds.
 
     Attributes:
         inner_step: Inner steps of the last round, or of the state that was loaded after it.
@@ -102,7 +103,7 @@ class Progress:
         self._bucket = Bucket(self._began)
 
     def begin(self, words: Sequence[str], inner_step: int) -> None:
-        """Log the settings of this replica in words, and which replica logs the rounds."""
+        """Log ``words``, the settings of this replica, and which replica logs the rounds."""
         self.inner_step = inner_step
         rank, size = self._worker
         if rank != 0:
@@ -117,7 +118,7 @@ class Progress:
         self._log(logging.INFO, f"{place} begins: {settings}; {speaker}")
 
     def tell(self) -> None:
-        """Log the rounds since the last line, unless there were many lines before."""
+        """Log the rounds since the last line, unless there were too many lines just before."""
         members = self._group.members
         self._count_steps(members)
         if not logger.isEnabledFor(self._level(members)):
@@ -126,7 +127,7 @@ class Progress:
             self._log_rounds(members)
 
     def end(self, inner_step: int, changes: Changes | None = None) -> None:
-        """Log the rounds without a line, then the summary; once, and without any error.
+        """Log the rounds that have no line yet, then the summary; once. Raises no error.
 
         "Data parallel N times as much": N is B / S. S are the bytes that this worker has sent in
         its rounds. B are the bytes that data parallel training would have sent in the inner steps
@@ -162,7 +163,7 @@ class Progress:
         return told
 
     def _count_steps(self, members: Sequence[int]) -> None:
-        """Count the inner steps up to the last round, as data parallel training would send."""
+        """Add the bytes that data parallel training would have sent since the round before."""
         if self._recorder.latest:
             last = self._recorder.latest[-1].inner_step
             steps, self.inner_step = max(0, last - self.inner_step), last
@@ -183,7 +184,8 @@ class Progress:
 def ring_bytes(num_bytes: int, world: int) -> float:
     """Return the bytes that each of ``world`` replicas sends in a ring all-reduce of a buffer.
 
-    2 (W - 1) / W of the buffer: W - 1 shares in the reduce-scatter, and W - 1 in the all-gather.
+    This is 2 (W - 1) / W of the buffer: (W - 1) / W in the reduce-scatter, and again in the
+    all-gather.
     """
     return 2 * (world - 1) / world * num_bytes
 
@@ -215,7 +217,7 @@ def rounds_text(
 
 
 def _longest(awaited_s: Mapping[int, float], least_s: float) -> str:
-    """Name the replica that was waited for longest, if that took more than some seconds."""
+    """Return words for the replica with the longest wait, if that took more than ``least_s``."""
     slowest = max(awaited_s, key=awaited_s.__getitem__, default=-1)
     if slowest < 0 or awaited_s[slowest] <= least_s:
         return ""

@@ -1,8 +1,8 @@
-"""The latest rounds that this replica has applied, for replicas that join.
+"""The round log: the latest rounds that this replica has applied, for replicas that join.
 
 A replica that joins has copied the outer state as it was some rounds ago. It takes the outer steps
-of these rounds again, from the payloads in this log. The operators and their arguments are the same
-as on the other replicas, so the bits are the same.
+of the rounds since then itself, from the payloads in a member's log. It uses the same operators
+with the same arguments, so it gets the same bits.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ class LoggedRound:
     """The inputs of one outer step, besides the state before the step.
 
     Attributes:
-        before, after: History of the fragment before and after the round; see ``history``.
-        num_steps: Outer steps before this one.
-        coefficients: One for each payload.
+        fragment, number: Index of the fragment, and number of the round.
+        before, after: History of the fragment before and after the round; see ``rounds.history``.
+        num_steps: Number of outer steps before this one.
+        outer_lr: The outer learning rate.
+        coefficients: The factor of each payload in the mean.
         num_runs, run_elements, wire, block_size: The layout of the payloads.
         num_bytes: Bytes of all payloads together.
     """
@@ -52,10 +54,12 @@ class LoggedRound:
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """A round with its payloads in host memory, which are ``entry.num_bytes`` together.
+    """A logged round with its payloads, in host memory.
 
     Attributes:
-        buffers: The exchange's buffers that hold the payloads; none if they are a copy.
+        entry: The description of the round.
+        payloads: The payloads, ``entry.num_bytes`` in all.
+        buffers: The exchange's buffers in which the payloads lie; [] if the payloads are a copy.
     """
 
     entry: LoggedRound
@@ -65,12 +69,12 @@ class _Kept:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a fragment's outer state is.
+    """The round at which a fragment's outer state is.
 
     Attributes:
         round: Number of the next round.
-        history: See ``history``.
-        num_steps: Outer steps taken.
+        history: History of the fragment; see ``rounds.history``.
+        num_steps: Number of outer steps taken.
     """
 
     round: int
@@ -86,12 +90,13 @@ class Standing:
 
 
 class RoundLog:
-    """The payloads of the latest rounds, in host memory, and a guard of the live outer state.
+    """Keeps the payloads of the latest rounds in host memory, and guards the live outer state.
 
     Args:
-        max_bytes: Most bytes of payloads. The oldest rounds of a fragment give way to its new ones.
-            After a round that is larger than this by itself, the log is empty.
-        source: Hands state and rounds to replicas that join, on another thread.
+        max_bytes: Most bytes of payloads. A new round replaces the oldest rounds of its fragment.
+            After a round that alone is larger than this, the log is empty.
+        source: Sends outer state and rounds to replicas that join, on another thread. It must know
+            when the state changes. None: nobody joins beside training.
     """
 
     def __init__(self, max_bytes: int, source: _C.StateSource | None = None) -> None:
@@ -140,10 +145,10 @@ class RoundLog:
             self._source.add(part.index, number, json.dumps(astuple(entry)), kept.payloads)
 
     def _make_room(self, fragment: int, size: int) -> list[_Kept]:
-        """Forget rounds until ``size`` bytes have room; return this fragment's."""
+        """Forget rounds until there is room for ``size`` bytes; return this fragment's rounds."""
         old = []
         while self._rounds and self.num_bytes + size > self.max_bytes:
-            # A fragment's own rounds first: their memory has the size of the new round.
+            # The fragment's own rounds first, as the new round can use their memory.
             key = next(
                 (key for key in self._rounds if key[0] == fragment), next(iter(self._rounds))
             )
@@ -158,7 +163,7 @@ class RoundLog:
     def _take_over(
         self, entry: LoggedRound, part: SyncedFragment, mean: Mean, old: Sequence[_Kept]
     ) -> _Kept:
-        """Keep the payloads where they are; the next exchange writes into an old round's."""
+        """Keep the payloads in the exchange's buffers, which get an old round's memory instead."""
         kept = _Kept(entry, [payload for payload, _ in mean.terms])
         if part.buffers is not None:
             kept.buffers.extend(part.buffers.take_out(kept.payloads))
@@ -168,7 +173,7 @@ class RoundLog:
     def _copy_to_host(
         self, entry: LoggedRound, part: SyncedFragment, mean: Mean, old: Sequence[_Kept]
     ) -> _Kept:
-        # New pages cost more than the copy.
+        # Use the memory of an old round: new page-locked memory costs more than the copy.
         spare = (kept.payloads[0] for kept in old if kept.entry.num_bytes == entry.num_bytes)
         host = next(spare, None)
         if host is None:
@@ -194,24 +199,26 @@ def state_tensors(part: SyncedFragment) -> list[Tensor]:
 
 
 def can_replay(parts: Sequence[SyncedPart]) -> bool:
-    """Whether outer steps on these parts give the same bits when they are taken again.
+    """Whether outer steps on these parts give the same bits when another replica takes them again.
 
-    The fused optimizers do, with their state where the parameters are.
+    That is so with the fused outer optimizers, if their state is on the parameters' device.
     """
     fragments = [part for part in parts if isinstance(part, SyncedFragment)]
     return all(part.state.takes_verdict and part.loader is None for part in fragments)
 
 
 def replay(part: SyncedFragment, entry: LoggedRound, payloads: Tensor, impl: str = "") -> None:
-    """Take the outer step of a logged round on a fragment that stands right before the round.
+    """Take the outer step of a logged round on a fragment whose next round it is.
 
-    The local parameters stay as they are.
+    The local parameters do not change.
 
     Args:
+        part: The fragment.
+        entry: The logged round.
         payloads: uint8 [``entry.num_bytes``], in host memory: all payloads, one after the other.
 
     Raises:
-        ValueError: If the fragment stands elsewhere, or the entry does not fit the fragment.
+        ValueError: If the fragment is at another round, or the entry does not fit the fragment.
     """
     standing = Standing.of(part)
     if standing != Standing(entry.number, entry.before, entry.num_steps):
@@ -227,8 +234,8 @@ def replay(part: SyncedFragment, entry: LoggedRound, payloads: Tensor, impl: str
         )
     there = payloads.to(part.device).split(layout.payload_bytes)
     terms = list(zip(there, entry.coefficients, strict=True))
-    # The operator wants parameters to write: without a merge, outer ones become what they are.
+    # The operator must write parameters: give it the outer ones, which it then sets to themselves.
     part.state.step(Update(terms, [part.state.outer], layout, entry.outer_lr, impl=impl))
-    # Pieces of later rounds may be copied over the values that this step led to.
+    # Pieces of later rounds may be copied over the result, so this update cannot be taken back.
     part.state.last_update = None
     part.round, part.history = entry.number + 1, entry.after

@@ -1,7 +1,7 @@
-"""The rounds of one replica: what all overlap policies have in common.
+"""``RoundRunner``: sends and applies the rounds of one replica; the base for all overlap policies.
 
-The results of ``StepTimed`` are due some inner steps after their send, and the results of
-``SendTimed`` at a later send of the same part.
+In its subclass ``StepTimed`` a result is due some inner steps after its send; in ``SendTimed``, at
+a later send of the same part.
 """
 
 from __future__ import annotations
@@ -41,31 +41,34 @@ logger = logger_of(__name__)
 # This replica's weight, or the function that returns it at each step that sends.
 Weight = float | Callable[[], float]
 
-# Stands for a span that nobody records, and for a change of state that nobody reads.
+# A block that does nothing: in place of a profiler's span, or of a guarded change of state.
 NO_BLOCK: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class RoundRunner(ABC):
-    """Take the parts of one replica through their rounds on an exchange.
+    """Takes the parts of one replica through their rounds on an exchange.
 
     Args:
+        parts: The fragments, and the averaged buffers if there are any.
         layout: Hash of names, shapes, fragments and schedule, equal on all replicas.
         weight: This replica's weight, or a function that returns it at each step that sends.
         norms: Measure each pseudo-gradient's norm.
+        impl: Implementation of the operators.
         workers: The workers that hold the rest of this replica's elements; None without any.
         on_reset: See ``nonfinite.Resets``.
 
     Attributes:
-        same_data: Looks for replicas that train on the same data.
+        same_data: Finds replicas that train on the same data.
         log: Keeps the rounds that are applied; None where no replica may join beside training.
-        announces_change: The headers say that a change of the group is due.
-        is_change_due: A replica has said so in a round that was applied.
-        voted_down: The inner step of the last round that was voted down, by the part's index.
-        uninterruptible: Guards sections that Ctrl-C must not split. Entered while waiting for the
-            replica's workers, never while waiting for other replicas.
+        announces_change: Set this for headers that ask for a boundary.
+        is_change_due: A header in an applied round has asked for a boundary.
+        voted_down: By the index of a part, the inner step at which its last round that was voted
+            down had been sent.
+        uninterruptible: Guards sections that Ctrl-C must not split. These may wait for the
+            replica's workers, but never for other replicas.
     """
 
-    # An outer step may be enqueued before the replicas' vote is known.
+    # Whether outer steps may be enqueued on a device before the replicas' votes are known.
     leaves_verdict = False
 
     def __init__(
@@ -117,22 +120,23 @@ class RoundRunner(ABC):
         """Send the parts and apply everything that is due; raise the first failure after that.
 
         Args:
-            parts: Due to be sent at this step; each has buffers.
-            inner_step: Steps done.
-            num_skipped: Steps among them that left the weights unchanged.
-            kind: "sync" follows the overlap policy, "flush" is applied at once.
+            parts: The parts that are due to be sent at this step; each has buffers.
+            inner_step: Number of inner steps taken.
+            num_skipped: How many of these left the weights unchanged.
+            kind: "sync" follows the overlap policy; a round of kind "flush" is applied at once.
 
         Raises:
             SyncError: See ``DiLoCo.step``.
         """
 
     def flush(self, inner_step: int, num_skipped: int, is_final: bool | None) -> None:
-        """Apply all that is in flight, and what was trained since; a collective call.
-
-        A NonFiniteError says that some of it was skipped; all of the rest is applied.
+        """Apply all rounds in flight, then send and apply the training since; a collective call.
 
         Args:
-            is_final: See ``Ending``.
+            is_final: Whether this ends training; see ``Ending``.
+
+        Raises:
+            NonFiniteError: If some rounds were skipped; all others are applied.
         """
         ending = Ending(is_final)
         with self._streaks.flushing(self.exchange.members):
@@ -148,16 +152,19 @@ class RoundRunner(ABC):
         """As ``flush``, without the limits on skipped rounds, and without the end of training."""
 
     def end_like_others(self, beside: Any = None) -> list[Any] | None:
-        """End training where others of a new group have; see ``consensus``. A collective call."""
+        """End training for parts that others in a new group have ended; see ``consensus``.
+
+        A collective call.
+        """
         with self.uninterruptible():
             return end_like_others(self.exchange, self.parts, self.impl, self._writing, beside)
 
     def has_ended(self) -> bool:
-        """Whether training has ended for all parts, and was not gone on with."""
+        """Whether training has ended for all parts, and has not gone on since."""
         return all(map(has_ended, self.parts))
 
     def _writing(self, part: SyncedPart) -> AbstractContextManager[None]:
-        """Return a block that changes the outer state of a part."""
+        """Return a context for a block that changes the outer state of a part."""
         return NO_BLOCK if self.log is None else self.log.writing(part)
 
     @contextmanager
@@ -169,7 +176,10 @@ class RoundRunner(ABC):
             yield
 
     def _stale_parts(self, inner_step: int, ending: Ending) -> list[SyncedPart]:
-        """As ``history.stale_parts``, once the others have ended too."""
+        """Return the parts with training to send, once all replicas are in this flush.
+
+        Until then, take part in the rounds that others still send.
+        """
         while True:
             try:
                 own = ending.own(self.parts)
@@ -183,26 +193,26 @@ class RoundRunner(ABC):
         return stale
 
     def _follow(self, part: SyncedPart, inner_step: int) -> None:  # noqa: B027
-        """Take the outer step that others have taken at a send without this replica."""
+        """Take the outer step that others have taken at a send in which this replica had ended."""
 
     def has_unsent(self, inner_step: int) -> bool:
-        """Whether this replica holds something that was not shared."""
+        """Whether this replica has rounds in flight, or training that it has not sent."""
         in_flight = any(part.in_flight for part in self.parts)
         return in_flight or any(history.unsent(self.parts, inner_step))
 
     @abstractmethod
     def settle_verdicts(self, inner_step: int) -> None:
-        """Find out whether outer steps left to the device were taken; raise the first failure."""
+        """Learn the votes of all pending outer steps on the device; raise the first failure."""
 
     # ------------------------------------------------------------------------------- sending
 
     def _offered_weight(self, inner_step: int) -> tuple[float, Exception | None]:
-        """Return the weight to send with; NaN and the error if ``weight`` raises or is none.
+        """Return the weight to send with, and None; or NaN and the error of a failed ``weight``.
 
-        ``weight`` is asked once at each inner step that sends: the function may reset a counter.
-        A second send at an inner step has the weight of the first send, unless that was 0: if all
-        replicas have no weight, the round fails, and a function may do better later. With NaN the
-        round fails at once on all replicas; without a send they would wait in vain.
+        A function ``weight`` is called once at each inner step that sends, as it may reset a
+        counter. A second send at that step has the same weight, unless it was 0: a round in which
+        all weights are 0 fails, and the function may return another value later. A weight of NaN
+        lets the round fail at once on all replicas; without a send they would wait in vain.
         """
         try:
             if self._last_weight.get(inner_step):
@@ -220,13 +230,14 @@ class RoundRunner(ABC):
     def send(
         self, part: SyncedPart, inner_step: int, num_skipped: int, weight: float, kind: Kind
     ) -> RoundInFlight:
-        """Encode a part and hand it to the engine; returns while it travels.
+        """Encode a part and hand it to the engine; return its round, which is under way then.
 
         Args:
-            weight: This replica's, see ``_offered_weight``; the others as in ``exchange_parts``.
+            weight: This replica's weight, see ``_offered_weight``.
+            inner_step, num_skipped, kind: See ``exchange_parts``.
 
         Raises:
-            SyncError: The group died before.
+            SyncError: If the group has failed before.
         """
         settings, policy = self.settings, self.settings.overlap
         number = part.in_flight[-1].number + 1 if part.in_flight else part.round
@@ -261,13 +272,14 @@ class RoundRunner(ABC):
         delay = 0 if kind == "flush" else self._delay
         assert part.buffers is not None
         if state is not None and not self.exchange.engine.dead_reason:
-            # The new round may take the buffers of the last one; a dead group encodes nothing.
+            # The new round may overwrite the buffers of the last one, so its mean is lost now. In a
+            # group that has failed, nothing is encoded and the mean stays.
             state.last_update = None
         is_traced = _profiler_enabled() or self._has_nvtx
         with span("encode", part.index, number) if is_traced else NO_BLOCK:
             work = self.exchange.start(
                 part.buffers,
-                # The stored tensor: the loader brings the elements that lie in host memory.
+                # The stored tensor: if it is in host memory, the loader copies it to the device.
                 outer=None if state is None else state.outer,
                 params=part.tensors(),
                 loader=part.loader,
@@ -285,7 +297,7 @@ class RoundRunner(ABC):
             kind=kind,
             sent_step=inner_step,
             apply_step=-1 if policy.rounds else inner_step + delay,
-            # A round without a weight counts as nothing here too, before it has failed.
+            # A round without a weight will fail; until then, count it as nothing here.
             weight=0.0 if math.isnan(weight) else weight,
             lr=lr,
             own=work.own.tensor,
@@ -298,12 +310,12 @@ class RoundRunner(ABC):
         return flight
 
     def _ship(self, sent: Sequence[RoundInFlight]) -> Exception | None:
-        """Send the encoded rounds after the check for NaN, and start the norms' collective.
+        """Check held rounds for bad values and send them; start the norms' collective.
 
-        Without rounds nothing is done here: ``post_norms`` does it when the workers' block ends.
+        Without rounds this does nothing: ``post_norms`` does it at the end of the workers' block.
 
         Returns:
-            The first failure.
+            The first failure, or None.
         """
         failure: Exception | None = None
         if self._resets.is_on and sent:
@@ -311,7 +323,7 @@ class RoundRunner(ABC):
                 self._resets.ship(sent, self._leave_local)
             except Exception as error:
                 failure = error
-            # The workers of a replica decide on resets before they post, all in the same order.
+            # All workers of a replica must agree on resets before they start the collective.
             if self._resets.is_undecided:
                 return failure
         if self._norms is not None and sent:
@@ -319,7 +331,7 @@ class RoundRunner(ABC):
         return failure
 
     def post_norms(self) -> None:
-        """End a block of the replica's workers: decide on resets, and post what was measured."""
+        """End a block of the replica's workers: agree on resets, start the norms' collective."""
         try:
             self._resets.finish(self._leave_local)
         finally:
@@ -330,10 +342,11 @@ class RoundRunner(ABC):
     def all_workers(self, parts: Iterable[SyncedPart], *, is_idle: bool = False) -> Iterator[None]:
         """Run a block that writes local parameters of these parts, on all workers of the replica.
 
-        If one worker fails, all raise. The exchange keeps the error of the last block.
+        If one worker fails, all raise. ``exchange.last_error`` is the block's error, or None.
 
         Args:
-            is_idle: Nothing is sent in the block; without parts the workers need not meet.
+            parts: The parts whose local parameters the block may write.
+            is_idle: Nothing is sent in the block; if it has no parts, the workers need not meet.
         """
         fragments = [part.fragment for part in parts if isinstance(part, SyncedFragment)]
         try:
@@ -347,7 +360,7 @@ class RoundRunner(ABC):
                     finally:
                         self.post_norms()
         except SyncError as error:
-            # A copy: the frames of the error itself would live as long as the exchange.
+            # Keep a copy without traceback, whose frames would live as long as the exchange.
             self.exchange.last_error = type(error)(str(error))
             raise
         if not is_idle:
@@ -355,10 +368,10 @@ class RoundRunner(ABC):
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
-        """Run a call in which the workers of this replica meet again and again.
+        """Run a block with several collective calls of this replica's workers.
 
-        All of them must meet equally often: a Ctrl-C comes at the end of the call. A second one
-        comes at once, and then this worker can meet the others no more.
+        All workers must make the same calls, so a Ctrl-C is deferred to the end of the block. A
+        second Ctrl-C interrupts at once; then this worker can make no more such calls.
         """
         if self._workers is None:
             yield
@@ -375,14 +388,17 @@ class RoundRunner(ABC):
 
     @abstractmethod
     def _leave_local(self, part: SyncedPart, fresh: RoundInFlight | None) -> None:
-        """Prepare for local parameters that are overwritten by the outer ones.
+        """Called before the local parameters of a part are overwritten with the outer ones.
 
         Args:
-            fresh: The round of the part that is held, if there is one.
+            fresh: The part's round that is held, or None.
         """
 
     def _cause(self, error: Exception) -> Exception:
-        """Return why a part could not be sent: a round under way that ended the epoch says more."""
+        """Return why a send failed: the error of a round under way that has ended the epoch.
+
+        Without such a round, return ``error``.
+        """
         if isinstance(error, SyncError) and error.stage == "start":
             for flight in (flight for part in self.parts for flight in part.in_flight):
                 try:
@@ -394,7 +410,7 @@ class RoundRunner(ABC):
     # ---------------------------------------------------------------------- waiting, applying
 
     def _wait(self, flight: RoundInFlight) -> Mean | SyncError:
-        """Return the result of a round, or why it has none."""
+        """Wait for a round; return its mean, or the error why it has none."""
         begin = time.perf_counter()
         index, number = flight.part.index, flight.number
         result: Mean | SyncError
@@ -450,7 +466,7 @@ class RoundRunner(ABC):
             self.log.add(part, number, before, mean)
 
     def _record(self, flight: RoundInFlight, inner_step: int) -> None:
-        """Write down that a round was applied; raise if a replica was reset once too often."""
+        """Record the metrics of an applied round; raise if a replica was reset once too often."""
         part, mean, reset = flight.part, flight.mean, flight.reset_replicas()
         assert mean is not None
         for header in mean.headers:
@@ -466,10 +482,11 @@ class RoundRunner(ABC):
     # ------------------------------------------------------------------------------ failures
 
     def _report(self, flight: RoundInFlight, inner_step: int, error: SyncError) -> None:
-        """Raise for a round that no replica applies, or record that it was skipped.
+        """Raise the error of a round that no replica applies, or record that it was skipped.
 
-        A round that others answer with a flush is left to that flush: an optimizer step that a
-        GradScaler skips on one replica does not count there.
+        If the round failed because others are in ``flush`` already, log so and do nothing else:
+        this replica's flush sends the training again. Replicas may reach a flush after different
+        numbers of sends, as a GradScaler may skip a step on one of them.
         """
         flight.state = "lost"
         if isinstance(error, ReplicaMismatch) and error.ended:
@@ -487,10 +504,10 @@ class RoundRunner(ABC):
         self._streaks.skipped(flight.part, error, flight.reset_replicas())
 
     def last_rounds(self, inner_step: int, unreported: list[NonFiniteError]) -> dict[int, int]:
-        """Return the last applied round of each part, now that no exchange is under way.
+        """Return the last applied round of each part; call this when no exchange is under way.
 
         Args:
-            unreported: Takes the error of a round that was skipped without any report.
+            unreported: Gets the error of a skipped round that nobody has raised yet.
         """
         with contextlib.suppress(SyncError):
             try:
@@ -500,11 +517,12 @@ class RoundRunner(ABC):
         return {part.index: part.round - 1 for part in self.parts}
 
     def settle(self, repairs: Sequence[Repair], inner_step: int, agreed_step: int) -> None:
-        """Begin in a new group: apply the rounds that count, and lose the others under way.
+        """Begin in a new group: apply the rounds that count, and give up the others under way.
 
         Args:
-            repairs: The rounds that count.
-            agreed_step: Inner step of the slowest replica, from which all go on: some may have
+            repairs: The rounds that count, and that this replica has yet to apply.
+            inner_step: This replica's inner step.
+            agreed_step: Inner step of the slowest replica, from which all go on. Others may have
                 trained on until their next send failed.
         """
         self._streaks.forget()
@@ -516,7 +534,7 @@ class RoundRunner(ABC):
                 part.last_sent -= inner_step - agreed_step
 
     def begin_group(self) -> None:  # noqa: B027
-        """Lay out what is owed as the buffers of a group of another size are."""
+        """Convert what is owed to the layout of the new group's buffers."""
 
     def _settle_part(self, part: SyncedPart, missed: dict[int, Repair], inner_step: int) -> None:
         flights = list(part.in_flight)
@@ -532,11 +550,11 @@ class RoundRunner(ABC):
     def _repair(
         self, part: SyncedPart, repair: Repair, flight: RoundInFlight | None, inner_step: int
     ) -> None:
-        """Apply a round that counts and that this replica has not applied."""
+        """Apply a round that counts, and that this replica has yet to apply."""
         is_merged = flight is not None and flight.kind != "flush"
         alpha = self.settings.overlap.alpha if is_merged else 0.0
         mean = mean_of(repair, flight)
-        # The learning rate of the round: replicas that have applied it had that one.
+        # Use the learning rate in the round's headers, with which the others have applied it.
         update = self._update(part, mean, alpha=alpha)
         part.apply(update, own=None if flight is None else flight.own_after(inner_step))
         part.last_sent = inner_step if flight is None else flight.sent_step
@@ -561,11 +579,11 @@ class RoundRunner(ABC):
         flight.state = "lost"
 
     def drop(self) -> None:
-        """Wait for what is in flight and forget it, and what is owed."""
+        """Wait for the rounds in flight; then forget them, and what is owed."""
         with contextlib.suppress(SyncError):
             self.settle_verdicts(-1)
         self.exchange.take_repairs()
-        # The inner steps come from a saved state: ask for the weight anew.
+        # A state with other inner steps will be loaded: the last weight does not hold there.
         self._last_weight = {}
         for part in self.parts:
             for flight in part.in_flight:

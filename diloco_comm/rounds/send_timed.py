@@ -1,10 +1,10 @@
 """Rounds of the parts under ``Delayed``, ``Eager`` and ``CO2``.
 
 A round is due ``rounds`` sends after its own send. At each send a part waits for the round that is
-due, encodes c(outer) - local, with c(outer) the outer value as the parameter holds it, and starts a
-new round. Then the outer optimizer steps on the round that is due, and the local parameters are set
-to the outer ones. From then on a lost round is nowhere but in its payload, which is decoded and
-owed to the next encoding.
+due, encodes c(outer) - local, where c rounds to the parameter's dtype, and starts a new round.
+Then it takes the outer step of the round that is due, and sets the local parameters to the outer
+ones. From then on the values of the new round are only in its payload. If the round is lost, the
+payload is decoded and *owed*: added to the next encoding.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from .runner import RoundRunner
 
 
 class SendTimed(RoundRunner):
-    """Take the parts of one replica through rounds that end at a later send.
+    """Takes the parts of one replica through rounds that end at a later send.
 
-    The next payload depends on whether the due round counts: the host waits for its verdict.
+    The next payload depends on whether the due round counts, so the host waits for its votes.
     """
 
     def exchange_parts(
         self, parts: Sequence[SyncedPart], inner_step: int, num_skipped: int, kind: Kind = "sync"
     ) -> None:
-        """Send the next round of each part, and take its outer step on the round that is due.
+        """Send a new round of each part, and take the outer step of its round that is due.
 
-        Everything is encoded and on its way before the first outer step begins. A part whose due
-        round failed, or that could not be sent, is left as it is.
+        All parts are encoded and sent before the first outer step. A part that could not be sent is
+        left unchanged.
         """
         if not parts:
             return
@@ -79,19 +79,24 @@ class SendTimed(RoundRunner):
     ) -> RoundInFlight:
         last = part.in_flight[-1].work if part.in_flight else None
         keeps_residual = part.buffers is not None and part.buffers.residual is not None
-        # The vote on that round comes after this encoding, which must not lose its round too.
+        # The last round has bad values, but its vote comes later: without them in the residual,
+        # this encoding does not fail, too.
         if last is not None and keeps_residual and last.has_bad_values():
             _clean_residuals(part)
         return super().send(part, inner_step, num_skipped, weight, kind)
 
     def settle_verdicts(self, inner_step: int) -> None:
-        """Do nothing: no outer step is left to the device."""
+        """Do nothing: here no outer step is pending on the device."""
 
     def _is_due(self, part: SyncedPart) -> bool:
         return len(part.in_flight) >= self.settings.overlap.rounds
 
     def _advance(self, due: RoundInFlight | None, fresh: RoundInFlight, inner_step: int) -> None:
-        """Take the outer step that follows the send of ``fresh``."""
+        """Take the outer step after the send of ``fresh``, the new round of a part.
+
+        Args:
+            due: The part's round that is due and agreed on; None without one.
+        """
         policy, part = self.settings.overlap, fresh.part
         is_first = due is None and fresh.number < policy.rounds and fresh.kind != "flush"
         has_local = not self._resets.has_taken_outer
@@ -110,14 +115,14 @@ class SendTimed(RoundRunner):
         self._finish(part, due, fresh, inner_step)
 
     def _carry(self, fresh: RoundInFlight) -> None:
-        """Note that a round has been sent, with what was owed, unless it is zeros."""
+        """Note that a round was sent, and with it the owed values, unless it was reset to zeros."""
         part = fresh.part
         part.owed.is_lost, part.last_sent = part.owed.is_lost and fresh.is_reset, fresh.sent_step
 
     def _own_coefficient(self, due: RoundInFlight | None, fresh: RoundInFlight) -> float:
         arrived = None if due is None else due.mean
         total = fresh.part.weight_sum if arrived is None else weight_sum(arrived)
-        # Zeros count nothing with any coefficient, but with one the outer step is taken.
+        # A reset payload is zeros, so any coefficient will do; the outer step needs some term.
         if fresh.is_reset or not total:
             return self.settings.overlap.own_coefficient(1.0, self.exchange.size)
         return self.settings.overlap.own_coefficient(fresh.weight, total)
@@ -137,7 +142,7 @@ class SendTimed(RoundRunner):
         fresh: RoundInFlight | None,
         inner_step: int,
     ) -> None:
-        """Take an outer step on the round that is due, and count that round as applied."""
+        """Take the outer step after a send, or of a drained round; count ``due`` as applied."""
         mean = None if due is None else due.mean
         flight = due or fresh
         assert flight is not None
@@ -162,7 +167,13 @@ class SendTimed(RoundRunner):
         due: RoundInFlight | None,
         fresh: RoundInFlight | None,
     ) -> Update:
-        """Return the outer step on a mean, with the own payloads that the policy adds."""
+        """Return the outer step on a mean, with own payloads that the policy adds or takes out.
+
+        Args:
+            mean: The mean of ``due``; None without one.
+            due: The round that is due, or None.
+            fresh: The new round, or None.
+        """
         flight = due or fresh
         assert flight is not None
         policy, inner_lr, penalty = self.settings.overlap, 1.0, 1.0
@@ -178,7 +189,7 @@ class SendTimed(RoundRunner):
                 terms = [(payload, coefficient / penalty) for payload, coefficient in terms]
             terms = policy.gradient(terms, added[0] if added else None, stale)
             if not (terms or policy.is_shared) and len(flight.members) > 1:
-                # This replica adds nothing, but its momentum decays as on the other replicas.
+                # Even without a term, take a step, so that the momentum decays as on the others.
                 terms, layout = _nothing(mean, fresh) or (terms, layout)
             if fresh is not None and (added or not policy.is_shared):
                 flight = fresh
@@ -199,12 +210,13 @@ class SendTimed(RoundRunner):
         self.exchange_parts(stale, inner_step, num_skipped, "flush")
         self.drain(inner_step)
         if not self.settings.overlap.is_shared:
-            # The own payloads are here, and the replicas' ends have their mean below.
+            # End on the own last round first, as its payloads are still in the buffers; then take
+            # the mean over the replicas.
             self._end(ending)
             self._equalize()
 
     def _drop_unanswered(self, inner_step: int) -> None:
-        """Lose the rounds that others have answered with a flush: they have not got that round."""
+        """Give up the rounds that failed because other replicas were in a flush already."""
         for part in self.parts:
             for flight in list(part.in_flight):
                 result = self._wait(flight)
@@ -220,7 +232,7 @@ class SendTimed(RoundRunner):
             if isinstance(result, SyncError):
                 self._fail(due, inner_step, result)
                 return
-            # The step overwrites the local parameters, and their progress was not sent.
+            # The step overwrites the local parameters, whose training was not sent: owe it.
             part.owe_progress()
             part.owed.is_lost = part.has_outer
             self._finish(part, due, None, inner_step)
@@ -228,8 +240,8 @@ class SendTimed(RoundRunner):
     def _equalize(self) -> None:
         """Set outer parameters and momenta of all replicas to their means; a collective call.
 
-        The local parameters are written from them. A fragment is left alone if no replica has
-        taken an outer step on that fragment since the last such call.
+        The local parameters become the outer ones. Fragments on which no replica has taken an outer
+        step since the last such call are left unchanged.
         """
         parts = [part for part in self.parts if isinstance(part, SyncedFragment)]
         own = [_numbers(part) for part in parts]
@@ -239,7 +251,7 @@ class SendTimed(RoundRunner):
             for part, views in zip(parts, each, strict=True)
             if any(num_steps != equal_at for _, num_steps, equal_at, *_ in views)
         ]
-        # Replicas that do this at different times would not find each other.
+        # All replicas must do this together: a Ctrl-C must not leave one of them out.
         with self.uninterruptible():
             consensus.equalize(self.exchange, differing, self.impl)
             for part, views in zip(parts, each, strict=True):
@@ -248,7 +260,7 @@ class SendTimed(RoundRunner):
                 state.num_steps = state.equal_at = max(num_steps for _, num_steps, *_ in views)
                 pasts = sorted({past for past, *_ in views})
                 if part in differing and len(pasts) > 1:
-                    # The replicas have ended at their own numbers of steps, or have not.
+                    # Histories differ, as some replicas have ended and mixed their step count in.
                     part.history = mixed(*pasts)
                 if has_ended:
                     state.ended_at = state.num_steps
@@ -256,7 +268,7 @@ class SendTimed(RoundRunner):
                 state.last_lr, state.last_momentum = next(iter(numbers), (None, None))
 
     def drain(self, inner_step: int) -> None:
-        """Wait for all rounds and take an outer step on each; nothing is sent.
+        """Wait for all rounds in flight and take the outer step of each, without any send.
 
         All training before this call must have been sent.
 
@@ -284,12 +296,13 @@ class SendTimed(RoundRunner):
             self._finish(part, flight, None, inner_step)
 
     def _leave_local(self, part: SyncedPart, fresh: RoundInFlight | None) -> None:
-        # A part that is ahead owes the negative of what its local parameters hold of sent rounds.
+        # If the part is ahead, its residual holds minus the sent values that are still in the local
+        # parameters, which are now overwritten.
         if not part.owed.is_ahead:
             return
         part.owed.is_ahead = False
         if fresh is not None and not fresh.is_reset:
-            return  # The fresh round has taken the debt with it.
+            return  # The fresh round was encoded with that residual, so the debt is settled.
         for flight in part.in_flight:
             if flight is not fresh and flight.own is not None:
                 part.owe_round(flight, self.impl)
@@ -297,9 +310,9 @@ class SendTimed(RoundRunner):
     # ------------------------------------------------------------------------------ failures
 
     def _fail(self, flight: RoundInFlight, inner_step: int, error: SyncError) -> None:
-        """Leave out a round that failed.
+        """Give up a round that failed, and report it.
 
-        When the group is dead the round stays in flight: ``settle`` learns what became of it.
+        If the group has failed, raise, and leave the round in flight: ``settle`` decides on it.
         """
         if self.exchange.is_dead:
             raise error
@@ -310,7 +323,7 @@ class SendTimed(RoundRunner):
         self._report(flight, inner_step, error)
 
     def _lose(self, flight: RoundInFlight) -> None:
-        """Owe what a round had sent; its mean counts as zero, on all replicas alike."""
+        """Owe the values of a lost round; its mean counts as zero, on all replicas alike."""
         super()._lose(flight)
         part = flight.part
         if not part.has_outer:
@@ -340,7 +353,7 @@ class SendTimed(RoundRunner):
             super()._repair(part, repair, flight, inner_step)
             return
         if flight.is_local_kept:
-            # The local parameters hold the payload too: it is not owed on top.
+            # The local parameters still contain the payload: take it out of what is owed below.
             part.keep_local(flight, self.impl)
         part.owe_progress()
         part.owed.is_lost = True
@@ -356,7 +369,7 @@ def _numbers(part: SyncedFragment) -> list[Any]:
 
 
 def _nothing(mean: Mean | None, fresh: RoundInFlight | None) -> tuple[Terms, Layout] | None:
-    """Return a payload that counts zero times, and the payload's layout."""
+    """Return some payload with coefficient 0, as a term, and its layout; None without any."""
     if mean is not None and mean.terms:
         return [(mean.terms[0][0], 0.0)], mean.layout
     if fresh is not None and fresh.own is not None:
@@ -369,7 +382,7 @@ def _laid_out(own: Own, layout: Layout) -> Own:
 
 
 def _clean_residuals(part: SyncedPart) -> None:
-    """Drop owed values that no wire can carry: they would spoil every round to come."""
+    """Set residuals that cannot be encoded to zero: they would make every later round fail."""
     assert part.buffers is not None
     for residual in (part.buffers.residuals.added, *part.buffers.residuals.reductions()):
         if residual is not None:

@@ -1,19 +1,19 @@
-"""Save the state that DiLoCo keeps; ``load`` takes it in.
+"""Makes the state that ``DiLoCo.state_dict`` returns; the module ``load`` loads it.
 
 The layout of a saved state (a ``torch.distributed.checkpoint`` Stateful):
 
     version, inner_step, overlap
     layout                  the run that saved the state, as JSON text: see ``Run``
     parts/<fragment>        round, last_sent, num_steps, weight_sum, step norms, last_lr, ended_at,
-                            is_mean, extra (what the outer optimizer adds), flights (rounds under
+                            is_mean, extra (the outer optimizer's own values), flights (rounds under
                             way, see ``pack_shared``)
     outer/<parameter>       fp32, the parameter's shape
     buffers/<buffer>/<parameter>            momentum and the like, fp32
     flights/<fragment>/<k>/<term>           payloads of rounds under way
     replica_<r>/residual/<parameter>        only with error feedback
     replica_<r>/reduce_residual/<fragment>  <fragment>.1 for odd rounds when two may be under way
-    replica_<r>/residual_before, reduce_residual_before     should the rounds under way be lost
-    replica_<r>/own/<fragment>              own numbers of rounds under way and lost
+    replica_<r>/residual_before, reduce_residual_before     in case the rounds under way are lost
+    replica_<r>/own/<fragment>              own numbers of rounds under way and of lost rounds
     replica_<r>/payloads/<fragment>/<k>, corrected/<fragment>/<i>, owed/<parameter>
 
 All keys but ``replica_<r>`` hold the same values on every replica; where outer parameters differ
@@ -22,11 +22,11 @@ All keys but ``replica_<r>`` hold the same values on every replica; where outer 
 before the next step. The user's local parameters and inner optimizer differ between replicas too
 and need keys of their own.
 
-Payloads are saved in one run (``canonical``), so that a group of any size can read them. All
-replicas have in common one list of numbers and, for each round, the payloads of its mean. Each
-replica has another list, with its own payload where that is not part of the mean. Numbers are JSON
-text: a checkpoint that is read in place needs the same entries whatever is under way. So there are
-always ``depth`` sets of payloads, of zeros where no round is under way.
+Payloads are saved in a layout with a single run (``canonical``), so that a group of any size can
+read them. The payloads of each round's mean, and a list of numbers, are the same on all replicas.
+Each replica saves its own payload apart if that is not part of the mean. A checkpoint that is read
+in place must have the same entries whatever is under way. So numbers are JSON text, and there are
+always ``depth`` sets of payloads: zeros if no round is under way.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SavedFragment:
 
     Attributes:
         names: The parameters, in order.
-        forms: Shape, strides and dtype of each of them, in words.
+        forms: Shape, strides and dtype of each parameter, in words.
         wire: Name of the wire, and elements of a block.
         offset: Inner step of the first send.
         alignment: See ``Fragment``.
@@ -74,12 +74,12 @@ class SavedFragment:
 
 @dataclass(frozen=True)
 class Run:
-    """The description of a run that a saved state holds.
+    """The description of the run that saved a state, kept in the state.
 
     Attributes:
         layout: Hash of names, shapes, fragments and schedule; see ``Plan.saved_layout``.
         outer: Class and arguments of the outer optimizer, without its learning rate.
-        has_buffers: Buffers are averaged, as the last part.
+        has_buffers: Whether buffers are averaged; they are the last part then.
         members: Numbers of all replicas of the group.
     """
 
@@ -111,7 +111,7 @@ class Run:
 
     @property
     def names(self) -> list[str]:
-        """The parameters of all fragments."""
+        """The names of the parameters of all fragments."""
         return [name for fragment in self.fragments for name in fragment.names]
 
     @property
@@ -120,7 +120,7 @@ class Run:
 
     @property
     def outer_name(self) -> str:
-        """Class of the outer optimizer, also of one of torch."""
+        """Name of the outer optimizer's class; for ``FromTorch``, of torch's optimizer in it."""
         return str(self.outer.get("optimizer", self.outer["name"]))
 
 
@@ -129,7 +129,7 @@ def read_run(state: Any) -> Run:
 
     Raises:
         ValueError: If the state has another format.
-        TypeError: If it is no mapping.
+        TypeError: If the state is no mapping.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"the saved state must be a dictionary, got {type(state).__name__}")
@@ -147,7 +147,7 @@ def read_run(state: Any) -> Run:
 def with_run(
     scope: Scope, parts: Sequence[SyncedPart], schedule: Schedule, settings: Settings
 ) -> Scope:
-    """Describe the present run, alike on all replicas and on all workers of a replica."""
+    """Return the scope with a description of the present run, equal on all replicas and workers."""
     fragments = [part for part in parts if isinstance(part, SyncedFragment)]
     outer = {k: v for k, v in settings.outer.shared_config().items() if k != "lr"}
     run = Run(
@@ -191,21 +191,21 @@ class Scope:
     run: Run | None = None
 
     def key(self, part: SyncedPart) -> str:
-        """Name the entries of a part that are not cut along its parameters."""
+        """Return the key, in a state, of a part's entries that are not saved by parameter."""
         return self.key_of(part.index)
 
     def key_of(self, index: int | None) -> str:
-        """As ``key``, by the index of a part."""
+        """Return the same as ``key``, for the index of a part."""
         return f"{index}@{self.worker}" if self.worker else str(index)
 
     @property
     def flights(self) -> str:
-        """Name the numbers of rounds under way."""
+        """The key, in a part's numbers, of the rounds under way."""
         return f"flights@{self.worker}" if self.worker else "flights"
 
     @property
     def depth(self) -> int:
-        """Rounds of a part that may be under way between two inner steps."""
+        """The most rounds of a part that may be under way between two inner steps."""
         return self.overlap.rounds or int(self.overlap.steps() > 0)
 
     @property
@@ -216,10 +216,13 @@ class Scope:
 def collect(
     parts: Sequence[SyncedPart], scope: Scope, *, inner_step: int, shared: bool
 ) -> dict[str, Any]:
-    """Build the saved state; waits for the network, applies nothing and changes nothing.
+    """Return the state to save. This waits for rounds under way, but applies and changes nothing.
+
+    Args:
+        shared: Return only values that are the same on all replicas.
 
     Raises:
-        ValueError: If ``shared`` but something differs between replicas.
+        ValueError: If ``shared``, but some values differ between replicas.
     """
     assert scope.run is not None
     home: dict[str, Any] = {key: {} for key in _HOME}
@@ -251,10 +254,13 @@ def collect(
 
 @dataclass
 class _View:
-    """A part as it will be when its failed rounds are lost.
+    """The state of a part as it will be once its failed rounds are given up.
 
     Attributes:
-        added: The values that the next encoding adds.
+        flights: The rounds in flight that have not failed.
+        added: The values that the next encoding adds; None for none.
+        corrections: See ``Owed``.
+        owes: See ``Owed.is_lost``.
     """
 
     flights: list[RoundInFlight]
@@ -272,7 +278,7 @@ def _look_at(part: SyncedPart, scope: Scope) -> _View:
         except SyncError as error:
             failed.append(flight)
             is_bad = is_bad or isinstance(error, NonFiniteError)
-    # A round that has arrived may have moved the residual on.
+    # Only now: waiting for a round may have changed the residual.
     added = part.buffers.residuals.added if part.buffers else None
     view = _View(arrived, added, list(part.owed.corrections), part.owed.is_lost)
     if scope.overlap.rounds and isinstance(part, SyncedFragment):
@@ -315,7 +321,7 @@ def _collect_shared(part: SyncedPart, view: _View, scope: Scope, home: dict[str,
 
 
 def _collect_own(part: SyncedPart, view: _View, scope: Scope, own: dict[str, Any]) -> bool:
-    """Return whether the part has something that differs between replicas."""
+    """Add this replica's own values of a part to ``own``; return whether replicas differ in any."""
     buffers, key = part.buffers, scope.key(part)
     if buffers is None:
         return False
@@ -362,7 +368,7 @@ def _collect_residuals(
 
 
 def chain_key(key: str, chain: int) -> str:
-    """Name the residual of one chain of a part's reductions; see ``Residuals``."""
+    """Return the key of the residual of one chain of a part's reductions; see ``Residuals``."""
     return f"{key}.{chain}" if chain else key
 
 
@@ -384,8 +390,8 @@ def numbers_of(part: SyncedPart) -> dict[str, Any]:
             "largest_norm": largest,
             "extra": part.state.extra(),
         }
-        # Left out of the state of a fresh part: torch.distributed.checkpoint looks in a file for
-        # each key of a fresh state, and files of fresh parts and of 0.2.0 lack some of these.
+        # A part without outer steps leaves these out. To load, torch.distributed.checkpoint asks a
+        # file for each key of the present state, and older files lack some of these.
         if part.state.last_lr is not None:
             numbers |= {"last_lr": part.state.last_lr, "ended_at": part.state.ended_at}
             numbers["is_mean"] = part.state.is_mean
@@ -395,9 +401,9 @@ def numbers_of(part: SyncedPart) -> dict[str, Any]:
 
 
 def set_numbers(part: SyncedPart, numbers: Mapping[str, Any]) -> None:
-    """Take over the numbers; the optimizer's ``extra`` is loaded with its buffers.
+    """Set the numbers of a part from a saved state, but not the optimizer's ``extra``.
 
-    A missing number becomes what a fresh part has.
+    A missing number gets the value of a new part.
     """
     part.round, part.last_sent = int(numbers["round"]), int(numbers["last_sent"])
     part.weight_sum = float(numbers.get("weight_sum", 0.0))
@@ -417,7 +423,7 @@ _OWN = ("weight", "norm", "coefficient")
 
 
 def canonical(num_elements: int, wire: WireFormat) -> Layout:
-    """Return the layout of a saved payload."""
+    """Return the layout of saved payloads: a single run, whatever the size of the group."""
     return Layout.plan(num_elements, 1, 1, wire)
 
 
@@ -431,11 +437,17 @@ def pack_shared(
     depth: int,
     history: int,
 ) -> tuple[str, dict[str, dict[str, Tensor]]]:
-    """Return numbers and payloads of rounds that have arrived, equal on all replicas.
+    """Return the numbers and the means' payloads of rounds in flight, equal on all replicas.
 
     Args:
-        depth: Rounds that may be under way between two inner steps.
+        flights: Rounds whose means have come.
+        buffers: The part's buffers.
+        members: All members of the group.
+        depth: The most rounds that may be under way between two inner steps.
         history: The history of the part.
+
+    Returns:
+        The numbers as JSON text; and the payloads by index of the round, and index of the term.
     """
     rounds: list[dict[str, Any]] = []
     payloads: dict[str, dict[str, Tensor]] = {}
@@ -450,8 +462,8 @@ def pack_shared(
             "weight_sum": weight_sum(mean),
             "digest": mean.digest,
         }
-        # The mean of short payloads may be on another wire (``phases``), and so may a round that
-        # was under way when the wire was changed.
+        # The mean may be on another wire than the payloads (``mean_layout``), and so may a round
+        # that was under way when the wire was changed.
         wire = mean.layout.wire
         numbers |= {} if wire == buffers.wire else {"mean_wire": _named(wire)}
         # A round may be of a larger or smaller group than the present one.
@@ -483,14 +495,14 @@ def _wire_of(saved: str | Sequence[Any]) -> WireFormat:
 
 
 def _usual_senders(members: Sequence[int], wire: WireFormat) -> tuple[int, ...]:
-    """The senders of a round that does not name them; see ``RoundInFlight.senders``."""
+    """Return the senders of a saved round that names none; see ``RoundInFlight.senders``."""
     return tuple(members) if len(members) <= 2 or wire.is_gathered else ()
 
 
 def pack_own(
     flights: Sequence[RoundInFlight], buffers: ExchangeBuffers, members: Sequence[int], depth: int
 ) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """Return this replica's numbers, and its own payloads that are no terms of a mean."""
+    """Return this replica's numbers of rounds in flight, and its own payloads outside the means."""
     for flight in flights:
         flight.measured_norm()
     numbers: list[dict[str, Any]] = [
@@ -528,13 +540,13 @@ def _pack(payload: Tensor, layout: Layout) -> Tensor:
 
 @dataclass
 class Saved:
-    """The rounds that ``unpack`` found for one part, checked and not yet put in flight."""
+    """The checked rounds of a part that a state has under way; ``install`` puts them in flight."""
 
     flights: list[RoundInFlight] = field(default_factory=list)
     corrections: list[Own] = field(default_factory=list)
 
     def install(self, part: SyncedPart) -> None:
-        """Put the rounds in flight, as if they had just arrived."""
+        """Put the rounds in flight, as if their means had just come."""
         part.owed.corrections = self.corrections
         for flight in self.flights:
             assert part.buffers is not None and flight.mean is not None
@@ -555,13 +567,14 @@ def unpack(
     replica: int,
     must_fit: bool,
 ) -> Saved:
-    """Read the rounds of one part.
+    """Read the rounds of one part that a state has under way.
 
     Args:
-        shared, payloads: As ``pack_shared`` made them.
+        part: The part.
+        shared, payloads: The results of ``pack_shared``.
         own: This replica's ``flights``, ``payloads``, ``corrections`` and ``corrected``, or None.
         replica: Number of this replica.
-        must_fit: Old and new payloads will be added up, so their wires must be equal.
+        must_fit: Raise if the saved wire is not the present one: payloads of both are added up.
 
     Raises:
         ValueError: If something is missing or does not fit.
@@ -620,10 +633,12 @@ def _flight_of(
     layouts: tuple[Layout, Layout],
     replica: int,
 ) -> RoundInFlight:
-    """Return a round that has arrived: one header carries the numbers that all replicas share.
+    """Return a round in flight whose mean has come, from its saved numbers and payloads.
 
     Args:
-        numbers, mine: The round's numbers, as ``pack_shared`` and ``pack_own`` made them.
+        numbers, mine: The round's numbers, from ``pack_shared`` and ``pack_own``.
+        own: The own payload, or None.
+        terms: The mean.
         layouts: The layouts of the own payload and of the mean's payloads.
     """
     header = Header(
@@ -666,11 +681,14 @@ def saved_writes(parts: Sequence[SyncedPart]) -> dict[int, set[int]]:
 
 @dataclass
 class _Reader:
-    """Reads payloads of one wire.
+    """Reads the saved payloads of one wire.
 
     Attributes:
+        fragment: Index of the part.
         layout: Layout of the payloads in the state.
-        target: Layout of the tensors that ``read`` returns: as the buffers have, on their wire.
+        target: Layout of the tensors that ``read`` returns: the buffers' layout if they have this
+            wire, else ``layout``.
+        device: Device of the tensors that ``read`` returns.
     """
 
     fragment: int

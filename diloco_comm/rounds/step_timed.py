@@ -1,8 +1,8 @@
 """Rounds of the parts under ``Blocking`` and ``Streaming``.
 
-A part is sent and, some inner steps later, its result is merged into the local parameters. These
-still hold what a lost round had, so that the next send carries it. See ``send_timed`` for the
-policies that move the local parameters at each send.
+A part is sent and, some inner steps later, its result is merged into the local parameters. If the
+round is lost, the local parameters still contain its values, and the next send includes them.
+``send_timed`` is for the policies that change the local parameters at each send.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from .runner import NO_BLOCK, RoundRunner
 
 
 class StepTimed(RoundRunner):
-    """Take the parts of one replica through rounds that end some inner steps after their send.
+    """Takes the parts of one replica through rounds that end some inner steps after their send.
 
-    On a device, an outer step may be enqueued before the replicas' vote is known. It does nothing
-    if they vote the round down. The host learns the verdict at the next send of that part.
+    On a device, an outer step may be enqueued before the replicas' votes are known; the round is
+    *pending* then. The step does nothing if the round is voted down. The host learns the result of
+    the vote, the *verdict*, at the next send of that part.
     """
 
     leaves_verdict = True
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # Rounds that are pending.
+        # The pending rounds.
         self._undecided: list[RoundInFlight] = []
 
     def exchange_parts(
@@ -42,13 +43,14 @@ class StepTimed(RoundRunner):
             self.receive(inner_step)
         except Exception as error:
             if late is not None:
-                # A replica that has seen this failure before may have left the group since.
+                # The pending round failed first: others may have seen that and left, which is why
+                # this send fails.
                 raise late from error
-            # When the group died between two sends, the part that was sent tells why.
+            # If the group failed between two sends, the error of the round under way says why.
             if refusal is None or isinstance(refusal, SyncError):
                 raise
             raise refusal from error
-        # If the group died since the last step, the round that awaited its verdict tells why.
+        # If the group failed since the last step, the error of the pending round says why.
         if refusal is not None and not (late and isinstance(refusal, SyncError)):
             raise self._cause(refusal)
         if late is not None:
@@ -74,10 +76,13 @@ class StepTimed(RoundRunner):
         return first or failure
 
     def receive(self, inner_step: int, *, everything: bool = False) -> None:
-        """Wait for all exchanges due by now (or all), then apply those that were agreed on.
+        """Wait for all exchanges that are due, then apply the rounds that were agreed on.
 
-        A round that succeeded is applied by the other replicas, so it is applied here too when
-        another one failed. An interrupted wait leaves all of them in flight, for the next call.
+        If one round fails, the others are applied all the same, as the other replicas do so. If a
+        Ctrl-C interrupts the wait, all rounds stay in flight for the next call.
+
+        Args:
+            everything: Take all exchanges as due.
 
         Raises:
             SyncError: The first failure; nothing of that round was applied.
@@ -96,7 +101,7 @@ class StepTimed(RoundRunner):
                 try:
                     self._arrive(flight, result, inner_step)
                 except Exception as error:
-                    # An error that a warning filter raises costs no other part its round.
+                    # Go on with the other parts, also after a warning that a filter made an error.
                     first = first or error
         if first is not None:
             raise first
@@ -128,13 +133,13 @@ class StepTimed(RoundRunner):
         stale = self._stale_parts(inner_step, ending)
         self.exchange_parts(stale, inner_step, num_skipped, "flush")
         self.settle_verdicts(inner_step)
-        # The last merge of a part left a share of the local values, of whatever age it is.
+        # With alpha > 0 the last merge kept a share of the local values: take the outer ones now.
         for part in self.parts:
             if part not in stale:
                 part.write_local(self.impl)
 
     def _leave_local(self, part: SyncedPart, fresh: RoundInFlight | None) -> None:
-        """Do nothing: between two sends nothing is owed."""
+        """Do nothing: under these policies a part has no debts."""
 
     # ------------------------------------------------------------------------------ verdicts
 
@@ -146,12 +151,13 @@ class StepTimed(RoundRunner):
     def _look_at_verdicts(
         self, inner_step: int, parts: Sequence[SyncedPart] | None = None
     ) -> Exception | None:
-        """As ``settle_verdicts``, but return the failure.
+        """Learn the verdicts of pending rounds; return the first failure instead of raising it.
 
-        Replicas may see it at different steps, so it must not keep one of them from sending.
+        Replicas may learn of a failure at different steps, and each must still send.
 
         Args:
-            parts: Wait for the verdicts of these; None: of all. The others are only looked at.
+            parts: Wait for the verdicts of these parts; learn other verdicts only if they are
+                known by now. None: wait for all.
         """
         first: Exception | None = None
         for flight in list(self._undecided):

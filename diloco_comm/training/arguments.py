@@ -44,12 +44,12 @@ LinkOption: TypeAlias = "Backend | Link"
 NonFiniteOption: TypeAlias = "Action | NonFinite"
 Peers: TypeAlias = "dist.ProcessGroup | DeviceMesh | StorePeers | Elastic | Literal['alone']"
 Workers: TypeAlias = "dist.ProcessGroup | DeviceMesh"
-# What the views of a membership say.
+# Arguments that must be left out with ``Elastic``, which finds these by itself.
 _GIVEN_BY_VIEWS = ("group", "mesh", "store", "replica", "num_replicas", "members")
 
 
 class _CommonArguments(TypedDict, total=False):
-    """The arguments of ``DiLoCo`` that any call may leave out, without two."""
+    """The arguments of ``DiLoCo`` with defaults, except ``weight`` and ``config``."""
 
     fragments: FragmentSpec
     offsets: Sequence[int] | None
@@ -108,10 +108,10 @@ def check_arguments(model: nn.Module, chosen: Mapping[str, Any]) -> None:
     """Check the arguments of ``DiLoCo`` that are no ``Settings``.
 
     Args:
-        chosen: All of them, as ``options.choices_of`` returns them.
+        chosen: All arguments but the model, as ``options.choices_of`` returns them.
 
     Raises:
-        TypeError, ValueError: For the first one that cannot be.
+        TypeError, ValueError: For the first argument that is invalid.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -131,7 +131,7 @@ def check_arguments(model: nn.Module, chosen: Mapping[str, Any]) -> None:
         place = ("store", "replica", "num_replicas", "members", "name")
         check_place(*(chosen[name] for name in place))
     if chosen["link_keys"] is not None:
-        # Before the others wait for this replica.
+        # Read keys now, so that an error comes before the others wait for this replica.
         keys = LinkKeys.read(chosen["link_keys"])
         elastic = chosen["membership"]
         number = chosen["replica"] if elastic is None else elastic.replica
@@ -140,26 +140,26 @@ def check_arguments(model: nn.Module, chosen: Mapping[str, Any]) -> None:
 
 
 def backend_of(chosen: Mapping[str, Any]) -> str | None:
-    """Return the backend of the link; None for what the replicas' process group has.
+    """Return the backend of the link; None for the backend of the replicas' process group.
 
-    Replicas that are separate jobs take tcp, if the program names nothing else.
+    Replicas that are separate jobs use tcp, unless the program names another backend.
     """
     are_jobs = chosen["store"] is not None or chosen["membership"] is not None
     return "tcp" if chosen["backend"] is None and are_jobs else chosen["backend"]
 
 
 def weight_of(weight: Weight) -> Weight:
-    """Return a weight that is a number as a float, which stays as it is; a function as given."""
+    """Return a checked weight: a number as a float, a function as it is."""
     return weight if callable(weight) else not_negative("weight", weight, "a number or a function")
 
 
 def seconds_of(timeout: float | timedelta | None) -> float:
-    """Return the timeout of an exchange in seconds; without one, that of the environment."""
+    """Return the timeout of an exchange in seconds; for None, the environment's."""
     return timeout_seconds(env.timeout_s() if timeout is None else timeout)
 
 
 def settings_of(chosen: Mapping[str, Any]) -> Settings:
-    """Return the settings: what the choices of ``DiLoCo`` have, else what ``config`` has."""
+    """Return the settings: from the arguments of ``DiLoCo``, and for the rest from ``config``."""
     names = {field.name for field in fields(Settings)}
     name, saved = read_config(chosen.get("config"))
     given = {name: value for name, value in chosen.items() if name in names}
@@ -167,10 +167,10 @@ def settings_of(chosen: Mapping[str, Any]) -> Settings:
 
 
 def _check_membership(chosen: Mapping[str, Any]) -> None:
-    """Check the choices of ``DiLoCo`` that go with ``membership``.
+    """Check the arguments of ``DiLoCo`` that are given together with ``Elastic``.
 
     Raises:
-        TypeError, ValueError: For the first one that cannot be.
+        TypeError, ValueError: For the first argument that is invalid.
     """
     from ..elastic.options import Elastic
 

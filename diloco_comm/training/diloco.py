@@ -112,15 +112,15 @@ class DiLoCo:
             differ between them.
     """
 
-    # None where the user changes the group, or nobody.
+    # Only with ``Elastic``; else None.
     _elastic: ElasticTraining | None = None
-    # None with ``attach=False``.
+    # The hooks of the optimizers; None with ``attach=False``.
     _hooks: StepHooks | None = None
-    # Batches that a trainer takes from a loader to give each worker one; None if it divides none.
+    # How many batches of a loader a trainer takes at once, one for each worker; None: it does not.
     _batches_at_once: int | None = None
-    # The parts with a round from a saved state, by the inner step that applies the round.
+    # By inner step, the parts with a round from a saved state that this step applies.
     _saved_writes: Mapping[int, set[int]] = {}
-    # The inner steps before this one send nothing, apply nothing, and are only counted.
+    # Inner steps before this one are only counted: they send nothing and apply nothing.
     _next_due = 0
     _is_swapped = _is_closed = False
     # The inner step of the newest ``state_dict()``.
@@ -412,10 +412,10 @@ class DiLoCo:
         self._watch.stepped()
 
     def _take_loaded(self) -> str:
-        """Take weights that the program has loaded since the last step for the outer parameters.
+        """Make weights that the program has loaded before the first step the outer parameters.
 
-        Before the first step alone: later, the momentum and rounds under way are of other weights.
-        Then the sentence that says so is returned.
+        Later, momentum and rounds under way belong to other weights: then only return a sentence
+        that says so; "" otherwise.
         """
         if self.inner_step == 0:
             self._agreement.begin_anew()
@@ -423,7 +423,7 @@ class DiLoCo:
         return outer_has_weights(self.inner_step)
 
     def _take_step_back(self, error: BaseException, is_done: bool) -> None:
-        """After an interrupt before anything was sent or applied, the next call does all of it."""
+        """Undo the count of a step that a Ctrl-C has interrupted before it sent or applied."""
         if not (is_done or self._rounds.uninterruptible.has_begun or isinstance(error, Exception)):
             self.inner_step -= 1
 
@@ -454,10 +454,10 @@ class DiLoCo:
         self._recorder.call_waiting()
 
     def _flush(self, *, is_final: bool | None) -> None:
-        """As ``flush``; with None, as the others do, whose flush broke off."""
+        """Flush, without the checks of ``flush``; None: end training only if other replicas do."""
         self._refuse_if_alone()
         self._refuse_if_unfit()
-        # As in the headers of rounds, which replicas that still train send.
+        # The same number as in the headers of rounds, with which other replicas compare it.
         self.exchange.inner_step = self.inner_step - self._skipped.count
         with self._recorder.deferred_callbacks(), self._rounds.all_workers(self.parts):
             self._refuse_changes(self.parts, is_sending=True)
@@ -836,7 +836,7 @@ class DiLoCo:
             self._saved_writes = saved_writes(self.parts)
         if self._rounds.same_data.is_wanted:
             self._rounds.same_data.begin(self.parts, self.inner_step)
-        # By the numbers of the state, the local parameters are the outer ones.
+        # If nothing is unsent in the state, the program must load local parameters equal to outer.
         is_shared = type(self.settings.overlap) is Blocking and self.inner_step > 0
         is_shared &= not restore.has_new and not self._rounds.has_unsent(self.inner_step)
         lost = self._plan.has_own_progress if is_shared else None
@@ -850,12 +850,12 @@ class DiLoCo:
             raise RuntimeError("this DiLoCo is closed")
 
     def _refuse_in_step(self, call: str) -> None:
-        """Raise in a signal handler that runs in the middle of a step, or of a call below."""
+        """Raise in a signal handler that has interrupted a step or one of ``_NAMES``."""
         caller = None if self._recorder.is_telling else sys._getframe(1).f_back
         refuse_in_step(call, caller, self._optimizers, self, _CALLS)
 
     def _refuse_if_alone(self) -> None:
-        """Raise if the other replicas, or workers, may not make the same call now."""
+        """Raise if closed, or in a callback: other replicas may not make the same call now."""
         self._refuse_if_closed()
         if self._recorder.is_telling:
             raise RuntimeError(
@@ -864,9 +864,9 @@ class DiLoCo:
             )
 
     def _refuse_if_unfit(self) -> None:
-        """Raise if the model does not hold its local parameters.
+        """Raise if the model holds the outer parameters in place of the local ones.
 
-        After any call that asks this, the next inner step looks at everything.
+        Also let the next inner step check for rounds to send and apply.
         """
         self._next_due = 0
         self._rounds.uninterruptible.refuse_if_broken()
@@ -874,11 +874,11 @@ class DiLoCo:
             raise RuntimeError("the model holds the outer parameters: leave outer_parameters()")
 
     def _refuse_changes(self, parts: Iterable[SyncedPart], *, is_sending: bool = False) -> None:
-        """Raise if tensors do not lie in memory as when this was attached.
+        """Raise if tensors have moved in memory since this object was attached.
 
         Args:
-            is_sending: Raise too if the optimizers train parameters that were not there, or
-                frozen, or if the model has other parameters under their names.
+            is_sending: Also raise if the optimizers train new parameters, or ones that were
+                frozen, or if the model has other parameters under the same names.
         """
         if is_sending:
             self._watch.before_send()
@@ -888,13 +888,13 @@ class DiLoCo:
             part.refuse_changes()
 
     def _look_at_parts(self) -> list[SyncedFragment]:
-        """Return the parts with parameters as they are after all rounds that were applied."""
+        """Wait for votes that are under way; return the parts with parameters."""
         self._refuse_changes(self.parts)
         with self._recorder.deferred_callbacks():
             self._rounds.settle_verdicts(self.inner_step)
         return self._plan.parameter_parts()
 
 
-# In the middle of these, the state fits no inner step.
+# While these calls run, the state belongs to no inner step, and signal handlers may not call them.
 _NAMES = "_step flush change_group consensus outer_parameters state_dict load_state_dict".split()
 _CALLS = {unwrap(getattr(DiLoCo, name)).__code__ for name in _NAMES}

@@ -1,4 +1,4 @@
-"""A group of replicas whose membership changes by itself: from view to view."""
+"""``ElasticGroup``: the follower of an elastic group, which takes a replica from view to view."""
 
 from __future__ import annotations
 
@@ -41,31 +41,32 @@ if TYPE_CHECKING:
 
 logger = logger_of(__name__)
 
-# Stages of the errors for which a replica waits in vain, by the kind of its driver's end.
+# The ``stage`` of the SyncError for these kinds of ``Ended``.
 _STAGES = {"waited": "quorum", "failed": "registry"}
 
 
 class ElasticGroup(Follower):
-    """Lead one replica, or one worker of it, from view to view.
+    """Takes one worker of a replica from view to view.
 
     Args:
-        shown: What must be equal on all replicas, as JSON types.
-        workers: The workers of this replica; worker 0 speaks for the replica.
+        elastic: The options.
+        shown: The settings that must be equal on all replicas, as JSON types.
+        workers: The workers of this replica; None if this one is alone.
         connect_s: Seconds in which the store of a view must answer.
-        share: The part of this object in the link of this process.
-        uses_store: Groups of gloo or of devices connect at a store.
+        share: This object's share of the link of this process.
         name: The name of this object, equal on all replicas.
-        transfer: Serves the state, and copies the state of a group before this replica joins.
+        uses_store: Gloo groups connect at a store.
+        transfer: Serves the outer state, and copies it before this replica joins; None: neither.
         figures: See ``Driver``.
 
     Attributes:
         replica: This replica's number; -1 before the first view.
-        view: In which this replica trains; None before the first.
+        view: The record of the view in which this replica trains; None before the first.
         is_done: This replica has left the group.
-        meter: Takes the times of this replica.
-        copied_bytes: Of state that newcomers of the view were given while all waited.
-        first_step: Inner step of the checkpoint with which the view begins the run, or goes on with
-            the run after all its members have died; -1 if there is none.
+        meter: Measures the times for ``ElasticTotals``.
+        copied_bytes: Bytes of state that newcomers of the view were given while all waited.
+        first_step: Inner step of the checkpoint from which this view begins the run, or goes on
+            after all members have died; -1 if there is none.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class ElasticGroup(Follower):
         self.meter = Meter(time.monotonic())
         self._registry_id = ""
         self._place: Place | None = None
-        # When state was copied last.
+        # When this newcomer was last copying state: ``quorum_wait`` counts from then.
         self._copied_at = 0.0
         failure, is_misfit, stage = "", False, "registry"
         folder = elastic.folder()
@@ -152,7 +153,7 @@ class ElasticGroup(Follower):
         """Tell the others that this replica has ended; idempotent.
 
         Args:
-            is_finished: It has taken all its steps.
+            is_finished: This replica has taken all its steps.
             has_all_steps: All steps of the run are taken and shared.
         """
         forget_sigterm(self)
@@ -169,7 +170,7 @@ class ElasticGroup(Follower):
 
     def _finished(self, has_all_steps: bool) -> st.Finished:
         step = 0 if self._driver is None else self._driver.inner_step
-        # Nothing is under way: no round needs a decision.
+        # No round is under way, so the last record decides on none.
         return st.Finished(has_all_steps, (), step)
 
     def leave(self) -> None:
@@ -180,16 +181,21 @@ class ElasticGroup(Follower):
     # ----------------------------------------------------------------------- while training
 
     def before_step(self, rounds: RoundRunner, inner_step: int) -> bool:
-        """Pass on what the driver knows; return whether this replica must stop at once."""
+        """Tell the driver the step, and the rounds whether to ask for a boundary.
+
+        Returns:
+            Whether this replica must stop at once, as the view has ended.
+        """
         driver = self._driver
         if driver is None:
             return False
         driver.warn_if_ended()
         driver.inner_step = inner_step
         self._note(STEPS)
-        # A change would wait for a registry that does not answer.
+        # Not while the registry does not answer, as the change would have to wait for it.
         rounds.announces_change = driver.is_change_wanted and driver.loss is None
-        # Several workers could not stop at the same step without a message in each step.
+        # Several workers would need a message in each step to stop at the same one: they go on
+        # until a round fails.
         return driver.is_broken and self._workers is None
 
     @contextlib.contextmanager
@@ -208,7 +214,7 @@ class ElasticGroup(Follower):
             driver.waits_since = before
 
     def is_boundary(self, rounds: RoundRunner) -> bool:
-        """Whether the round just applied was the last of this view; all workers call this."""
+        """Whether the round just applied was the view's last; a collective call of the workers."""
         if self._workers is None:
             return rounds.is_change_due
         return self._workers.any([rounds.is_change_due])[0]
@@ -242,9 +248,10 @@ class ElasticGroup(Follower):
         """Go from the present view to the next.
 
         Args:
-            seal: Ends the rounds of the present view; called once at least.
-            error: Why; None at a boundary.
-            began: When training stood still.
+            attempt: Takes part in an attempt to begin the next view.
+            seal: Ends the rounds of the present view; called at least once.
+            error: Why the view has ended; None at a boundary.
+            began: Monotonic time since when this replica has not trained.
         """
         assert self.view is not None
         with self.waiting():
@@ -282,7 +289,7 @@ class ElasticGroup(Follower):
         return is_about_group(error)
 
     def _wait_for_order(self, driver: GroupDriver) -> Any:
-        """Wait a moment for an order; a newcomer copies the state meanwhile."""
+        """Wait up to ``HEAR_S`` for an order; a newcomer copies the state meanwhile."""
         if self._transfer is None or self.view is not None:
             return driver.next_order(HEAR_S)
         self._note("copying")
@@ -349,7 +356,7 @@ class ElasticGroup(Follower):
 
 
 def error_of(end: Ended) -> SyncError:
-    """Return the error with which a replica ends that has not left by its own will."""
+    """Return the error to raise on a replica whose part in the group has ended against its will."""
     if end.kind == "fenced":
         advice = "start this replica again, and it joins as a newcomer"
         return LeftBehind(f"{end.reason}: {advice}", stage="view")
@@ -367,5 +374,5 @@ def is_about_group(error: SyncError) -> bool:
 
 
 def without_advice(error: SyncError) -> str:
-    """Return the message without what it says of ``change_group``."""
+    """Return an error's message without its advice to call ``change_group``."""
     return str(error).split(": call change_group")[0]

@@ -1,4 +1,4 @@
-"""How a replica comes to its group: it connects, compares, and begins with the same state."""
+"""How a replica enters its group: it connects, compares settings, and gets the common state."""
 
 from __future__ import annotations
 
@@ -49,11 +49,12 @@ from .plan import Plan
 
 @dataclass(frozen=True)
 class Replica:
-    """All that one replica, or one worker of a replica, brings to a group.
+    """The model, settings and plan with which one worker of a replica enters a group.
 
     Attributes:
-        workers: The other workers of this replica; None without any.
+        workers: All workers of this replica; None if this one is alone.
         figures: See ``group.driver.Driver``.
+        impl: Implementation of the operators.
         timeout_s: Seconds that an exchange may take.
         weight, norms, on_reset: See ``RoundRunner``.
     """
@@ -73,10 +74,11 @@ class Replica:
 
 
 class ElasticChange(Change, Protocol):
-    """A change by which a replica comes to its group.
+    """A change of the group by which a replica enters it.
 
     Attributes:
-        role, source_rank: See ``init`` and ``source_rank`` of ``Place``, once all have agreed.
+        role, source_rank: Values for ``Place.init`` and ``Place.source_rank``; valid once all
+            members have agreed on the change.
     """
 
     @property
@@ -90,13 +92,14 @@ class Place:
     """Where the replicas of a group meet, and with which weights they begin.
 
     Attributes:
-        group: The process group of the replicas; None where they meet at a store, or one is alone.
+        group: The process group of the replicas; None if they meet at a store, or there is one.
+        store: The store at which they meet; None for any other place.
         replica, num_replicas, members, name: See ``StorePeers``.
         init: See ``DiLoCo``.
         source_rank: Rank of the replica whose weights all take with ``init="broadcast"``.
         backend, join_timeout, suspect_after, listen, advertise, link_keys, relay, proxy: See
             ``Link``.
-        change: Leads the first epoch of an elastic group; None in a fixed group.
+        change: The change by which this replica enters an elastic group; None for a fixed group.
         link_share: See ``Exchange``.
         beside, inner: See ``Agreement``.
     """
@@ -124,7 +127,7 @@ class Place:
 
     @classmethod
     def of(cls, chosen: Mapping[str, Any], timeout_s: float) -> Place:
-        """Find the group, or connect to the store, that the choices of ``DiLoCo`` name.
+        """Return the place that the arguments of ``DiLoCo`` name; connect to its store, if any.
 
         Raises:
             ValueError, TypeError, RuntimeError, torch.distributed.DistError: See ``handshake``.
@@ -144,7 +147,14 @@ class Place:
 
 
 class Joined(NamedTuple):
-    """A replica in its group: the rounds on its exchange, and what all replicas have alike."""
+    """The result of ``join``: a replica in its group.
+
+    Attributes:
+        rounds: Sends and applies the replica's rounds.
+        agreement: Compares the replica with the others.
+        inner_step: The inner step with which this replica begins.
+        twins: Finds other objects of this process that peers could mistake for this one.
+    """
 
     rounds: RoundRunner
     agreement: Agreement
@@ -165,7 +175,7 @@ def join(replica: Replica, place: Place) -> Joined:
         with nullcontext() if workers is None else workers.all_workers():
             exchange = _connect(replica, place)
     else:
-        # All workers hear together what the members have agreed on.
+        # An elastic change synchronises the workers by itself.
         exchange = _connect(replica, place)
         change = place.change
         place = replace(place, init=change.role, source_rank=change.source_rank)
@@ -194,7 +204,7 @@ def join(replica: Replica, place: Place) -> Joined:
 
 
 def progress_of(replica: Replica, exchange: Exchange, name: str) -> Progress:
-    """Return what logs the rounds of a replica; with several workers, worker 0 logs."""
+    """Return the object that logs the rounds of a replica; of several workers, worker 0 logs."""
     plan, workers = replica.plan, replica.workers
     own = [tensor for part in plan.parameter_parts() for tensor in part.tensors()]
     return Progress(
@@ -208,15 +218,15 @@ def progress_of(replica: Replica, exchange: Exchange, name: str) -> Progress:
 
 
 class Twins:
-    """The other objects of this process that their peers cannot tell from this one.
+    """Finds other DiLoCo objects of this process that peers cannot tell from this one: twins.
 
-    Two objects of one name meet those that the other replicas make at the same place, in order.
-    With one layout, an object may so meet another one than its own: each replica's program may make
-    the two in another order. No twin is an object that was closed or collected, nor one that has
-    taken steps before this one was made, and takes none after that.
+    Objects with the same name meet their peers in the order in which they are made. If two of them
+    also have the same layout, and replicas make them in different orders, each meets the wrong
+    peer. An object is no twin if it is closed or collected, or if it took its steps before this
+    one was made, and takes none after that.
 
     Attributes:
-        has_begun: This object has taken an inner step.
+        has_begun: Whether this object has taken an inner step.
         others: The objects that may be twins.
     """
 
@@ -247,16 +257,16 @@ class Twins:
             )
 
     def leave(self) -> None:
-        """Be no twin any more; idempotent."""
+        """Stop being anybody's twin; idempotent."""
         _met.discard(self)
 
 
-# The open objects that met their peers in the order of their making.
+# The open objects of this process that have met their peers.
 _met: weakref.WeakSet[Twins] = weakref.WeakSet()
 
 
 def _where(place: Place) -> object:
-    """Return what is equal for two objects whose replicas meet at one place."""
+    """Return a key for the group or store of a place, equal for two objects that meet there."""
     store = place.store
     if store is None:
         return id(place.group)
@@ -274,7 +284,7 @@ def _connect(replica: Replica, place: Place) -> Exchange:
         replica=place.replica,
         num_replicas=place.num_replicas,
         members=place.members,
-        # On a store, workers with other shards are other groups of the same replicas.
+        # On a store, workers with different shards form different groups, so they need other names.
         name=f"{name}@{plan.worker}" if plan.worker and is_store else name,
         line_name=name,
         lanes=settings.lanes or 1,
@@ -302,9 +312,9 @@ def _connect(replica: Replica, place: Place) -> Exchange:
 def _workers_beside(
     workers: ReplicaWorkers | None, group: dist.ProcessGroup | None
 ) -> ReplicaWorkers | None:
-    """Return the workers of a replica; None where workers were given as replicas, by mistake.
+    """Return ``workers``; None if the program has, by mistake, given them as replicas.
 
-    Such workers then meet as replicas, and find out that their models differ.
+    These then meet as replicas, and raise an error, as their models differ.
     """
     if workers is None or group is None:
         return workers
@@ -327,9 +337,9 @@ def workers_of(plan: Plan, timeout_s: float) -> ReplicaWorkers | None:
 def meet_workers(
     workers: ReplicaWorkers, plan: Plan, settings: Settings, others: dict[str, Any]
 ) -> None:
-    """Compare model and settings with the replica's other workers.
+    """Compare model and settings with the replica's other workers; a collective call.
 
-    Afterwards each fragment knows which of its elements this worker counts in the replica's norms.
+    It also sets which elements of each fragment this worker counts in the replica's norms.
 
     Args:
         others: Further arguments that must be equal, by name.
@@ -345,16 +355,20 @@ def meet_workers(
 
 
 class Agreement:
-    """Compare this replica with the others: at the start, and in each new group.
+    """Compares this replica with the others, and gives newcomers the state.
+
+    It does so at the start, and in each new group.
 
     Args:
-        beside: See ``admission.share``; None where newcomers copy the state in ``share_state``.
-        inner: Gives newcomers the state of the inner optimizers; None where they begin afresh.
+        beside: A newcomer's copy, see ``admission.share``; None if newcomers copy all of the state
+            in ``share_state``.
+        inner: Gives newcomers the state of the inner optimizers; None if they begin with a fresh
+            state.
 
     Attributes:
         is_state_shared: All replicas have the same outer parameters after the same rounds.
-        overwritten: Digest of the weights that this replica was given in the place of other ones,
-            or None.
+        overwritten: Digest of the weights that this replica has received in place of its own
+            different ones; None if it has not.
         copied_bytes: Bytes of outer and inner state that newcomers of this group were given.
     """
 
@@ -373,11 +387,11 @@ class Agreement:
         self.overwritten: int | None = None
         self.copied_bytes = 0
         self.is_state_shared = replica.settings.overlap.is_shared
-        # Frozen parameters keep their values, and need no second digest when replicas join.
+        # Digests of frozen parameters, which never change: not computed again when replicas join.
         self._frozen: handshake.Digests = {}
 
     def start(self, place: Place) -> int:
-        """Begin with the same weights on all replicas, as the place says; return the inner step."""
+        """Give all replicas the same weights, as ``place.init`` says; return the inner step."""
         model, init, source_rank = self._model, place.init, place.source_rank
         if place.group is not None:
             handshake.warn_if_spans_replicas(model, self._optimizers, place.group)
@@ -412,7 +426,7 @@ class Agreement:
         return inner_step
 
     def begin_from(self, inner_step: int, source_rank: int) -> int:
-        """Begin with the outer state of one replica, which has loaded a checkpoint.
+        """Give all replicas the outer state of one replica, which has loaded a checkpoint.
 
         Returns:
             The inner step of that replica.
@@ -425,16 +439,16 @@ class Agreement:
         return given
 
     def begin_anew(self) -> None:
-        """Begin with the local weights as they are now; before the first step.
+        """Take the present local weights as outer parameters, before the first step.
 
-        A replica that begins with other weights has another history: the first exchange fails.
+        If replicas have different weights, their histories differ, and the first exchange fails.
         """
         for part in self._plan.parameter_parts():
             part.read_local()
             history.begin(part, is_shared=True)
 
     def agree(self, init: str) -> None:
-        """Compare model and settings with the other replicas."""
+        """Compare model and settings with the other replicas; a collective call."""
         settings, exchange = self._settings, self._exchange
         shown = {
             "number of fragments": self._plan.num_fragments,
@@ -442,7 +456,8 @@ class Agreement:
             "init": init,
         }
         if exchange.joined:
-            # The lr may have been assigned since the start; a newcomer is given the present one.
+            # Do not compare lr: the program may have changed it, and a newcomer gets the present
+            # value.
             shown["outer"] = {k: v for k, v in shown["outer"].items() if k != "lr"}
         private = {"overlap": settings.overlap.private_config(), "weight": self._weight}
         tensors = [tensor for part in self._plan.parts for tensor in part.tensors()]
@@ -457,7 +472,7 @@ class Agreement:
         self.is_state_shared = settings.overlap.is_shared and is_alike
 
     def _refuse_same_memory(self, places: list[list[str]]) -> None:
-        """Raise if two replicas have the same tensors: a write of one changes both."""
+        """Raise if two replicas share the memory of tensors, as threads of one process may."""
         owners: dict[str, int] = {}
         for replica, found in zip(self._exchange.members, places, strict=True):
             for place in found:
@@ -466,7 +481,7 @@ class Agreement:
                     raise ReplicaMismatch(same_memory(f"replicas {other} and {replica}"))
 
     def renew(self, inner_step: int) -> int:
-        """Begin in a new group; return the inner step."""
+        """Compare this replica with the others in a new group; return the inner step."""
         self.copied_bytes = 0
         self._rounds.begin_group()
         if self._exchange.joined:
@@ -474,7 +489,7 @@ class Agreement:
             self._compare_newcomers()
             return self.share_state(inner_step)
         self.fix_weight()
-        # One call for both questions: a change of the group waits for a round trip less.
+        # One collective call for both comparisons saves a round trip.
         own = history.standing(self._plan.parts, is_shared=self.is_state_shared)
         views = self._rounds.end_like_others(own)
         if views is None:
@@ -495,11 +510,11 @@ class Agreement:
         handshake.warn_of_newcomers(self._exchange, {**self._frozen, **digests}, buffers)
 
     def fix_weight(self) -> None:
-        """Tell the replicas a weight that will not change."""
+        """Exchange the weights that never change; a collective call, see ``StreamMember``."""
         self._exchange.fix_weight(self._weight)
 
     def share_state(self, inner_step: int) -> int:
-        """Give newcomers the outer state of the lowest replica that trains already, and compare.
+        """Give newcomers the outer state of the lowest replica that trains; compare all states.
 
         Returns:
             The inner step of that replica.
@@ -521,7 +536,7 @@ class Agreement:
         """Raise ReplicaMismatch if the outer states of the replicas differ; a collective call.
 
         Args:
-            is_shared: The states must be equal; default: as the overlap policies have them.
+            is_shared: Whether outer parameters must be equal; default: ``is_state_shared``.
         """
         is_shared = self.is_state_shared if is_shared is None else is_shared
         own = history.standing(self._plan.parts, is_shared=is_shared)
@@ -529,7 +544,7 @@ class Agreement:
         history.refuse_difference(self._exchange, self._plan.parts, views)
 
     def scope(self) -> Scope:
-        """Name the replica, worker and group that a state is saved by."""
+        """Return the description of replica, worker and group for a saved state."""
         return Scope(
             self._exchange.replica,
             self._exchange.members,

@@ -1,10 +1,10 @@
-"""Give newcomers the state of the inner optimizers of a replica that trains, exactly.
+"""Gives newcomers an exact copy of the inner optimizers' state of a replica that trains.
 
 The state is ``torch.optim.Optimizer.state``: tensors and numbers of each trained parameter, under
 the parameter's name in the model. Learning rates and other options of ``param_groups`` stay those
 of the newcomer's program.
 
-A state that cannot be given breaks no view: the newcomer begins with its own state, and all
+If a state cannot be given, training goes on: the newcomer begins with its own state, and all
 replicas log why.
 """
 
@@ -30,9 +30,9 @@ from ..rounds.handshake import gather_json
 
 logger = logger_of(__name__)
 
-# Bytes that travel at once: tensors on a GPU need so much host memory meanwhile.
+# Bytes of one copy. Tensors on a GPU need this much host memory meanwhile.
 _PIECE_BYTES = 1 << 25
-# Options that choose how a step is computed, and not what the state is.
+# Options of torch's optimizers that choose how a step is computed, but do not change the state.
 _WAYS = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -53,7 +53,7 @@ class _Owner(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What a newcomer needs to make room for a tensor: of this worker's shard if it is sharded."""
+    """The form of a tensor of the state, or of this worker's shard, for a newcomer to allocate."""
 
     shape: list[int]
     strides: list[int]
@@ -71,20 +71,20 @@ class InnerStates:
 
     Args:
         named: The trained parameters, by their names in the model.
-        optimizers: As given to ``DiLoCo``.
+        optimizers: The optimizers that were given to ``DiLoCo``.
 
     Attributes:
-        copied_bytes: Of inner state that each newcomer of the last group was given.
+        copied_bytes: Bytes of inner state that each newcomer of the last group was given.
 
     Raises:
-        TypeError: If an optimizer has no state such as those of torch have.
+        TypeError: If an optimizer has no ``state`` by parameter, as the optimizers of torch have.
     """
 
     def __init__(self, named: Named, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._names = {id(param): name for name, param in named}
         self._optimizers = list(optimizers)
         self.copied_bytes = 0
-        # What a newcomer had before it was given another state.
+        # The newcomer's own states before it was given others.
         self._before: list[tuple[_Owner, dict[Any, Any] | None]] = []
         for optimizer in self._optimizers:
             if not isinstance(getattr(optimizer, "state", None), MutableMapping):
@@ -94,10 +94,10 @@ class InnerStates:
                 )
 
     def describe(self) -> dict[str, str]:
-        """Return what all replicas must have alike, by parameter: class and options of the state.
+        """Return, by parameter, words that must be equal on all replicas: class and options.
 
-        The options are those that are set to True, those that are words, and whether there is a
-        momentum; without those that choose how a step is computed, such as ``fused``.
+        The options are the ones that are True or words, and whether there is a momentum. Options
+        that only choose how a step is computed, such as ``fused``, are left out.
         """
         return {
             name: " ".join([owner.kind, *sorted(_switches(owner.group))])
@@ -108,8 +108,8 @@ class InnerStates:
         """Give the newcomers the state of the lowest replica that trains; a collective call.
 
         Raises:
-            SyncError: On all replicas, if what a newcomer has received is not the state of the
-                source, or a replica is gone; a newcomer's optimizers are as before.
+            SyncError: On all replicas, if a newcomer has not received the exact state of the
+                source, or a replica is gone; a newcomer's optimizers are unchanged then.
         """
         self.copied_bytes = 0
         source_rank = _source_rank(exchange)
@@ -132,7 +132,7 @@ class InnerStates:
             self._copy(exchange, source_rank, ranks, table["entries"])
 
     def forget(self) -> None:
-        """Give the optimizers of a newcomer back what they had before; idempotent."""
+        """Give the optimizers of a newcomer their own state back; idempotent."""
         for owner, before in self._before:
             owner.optimizer.state.pop(owner.param, None)
             if before is not None:
@@ -140,7 +140,7 @@ class InnerStates:
         self._before = []
 
     def keep(self) -> None:
-        """Keep what this newcomer was given: its view has begun."""
+        """Keep the state that this newcomer was given, as its view has begun."""
         self._before = []
 
     # -------------------------------------------------------------------------- the copy
@@ -178,9 +178,9 @@ class InnerStates:
             self._install(states)
 
     def _rooms(self, entries: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Make a state for each parameter beside that of the optimizer; its tensors hold anything.
+        """Return a new state for each parameter, with uninitialised tensors to copy into.
 
-        Only what ``_install`` is given after the digests have agreed reaches the optimizer.
+        The optimizer gets these states by ``_install``, only after the digests were compared.
         """
         owners = self._owners()
         return {
@@ -203,7 +203,7 @@ class InnerStates:
     # -------------------------------------------------------------------- descriptions
 
     def _owners(self) -> dict[str, _Owner]:
-        """Find the owners anew: ``Optimizer.load_state_dict`` replaces the groups."""
+        """Return the owners by name; not kept, as ``Optimizer.load_state_dict`` replaces groups."""
         found: dict[str, _Owner] = {}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -217,7 +217,7 @@ class InnerStates:
         return found
 
     def _table(self) -> bytes:
-        """Describe the state of each parameter, or say why it cannot be given."""
+        """Return, as bytes, a description of each parameter's state, or why it cannot be given."""
         entries: dict[str, Any] = {}
         refusal = next((r for r in map(_loose_state, self._optimizers) if r), "")
         for name, owner in sorted(self._owners().items()):
@@ -236,7 +236,7 @@ class InnerStates:
         return file.getvalue()
 
     def _difference(self, table: dict[str, Any]) -> str:
-        """Say why this newcomer cannot take the state; "" if it can."""
+        """Return why this newcomer cannot take the state that the table describes; "" if it can."""
         own, given = self._owners(), table["entries"]
         if other := sorted(own.keys() ^ given.keys()):
             place = "only here" if other[0] in own else "not here"
@@ -254,10 +254,10 @@ class InnerStates:
 
 
 def warn_of_schedules(optimizers: Sequence[Any], inner_step: int) -> None:
-    """Log which schedules of the learning rate begin, where training goes on at ``inner_step``.
+    """Warn of learning rate schedules that have taken fewer steps than ``inner_step``.
 
-    A scheduler knows its optimizer and not the reverse, so this function asks the garbage collector
-    for the schedulers; only for an optimizer whose ``step`` a scheduler has wrapped.
+    An optimizer does not know its schedulers, so this function finds them by the garbage collector,
+    if a scheduler has wrapped the ``step`` of the optimizer.
     """
     scheduled = [one for one in optimizers if hasattr(one.step, "_wrapped_by_lr_sched")]
     if not inner_step or not scheduled:
@@ -279,7 +279,7 @@ def warn_of_schedules(optimizers: Sequence[Any], inner_step: int) -> None:
 
 
 def _moves(schedule: LRScheduler, optimizer: Any) -> bool:
-    """Whether a schedule, which may be half-made, is about an optimizer."""
+    """Whether a schedule, which may be under construction, is for this optimizer."""
     its = getattr(schedule, "optimizer", None)
     # Wrappers such as accelerate's have the optimizer inside.
     return optimizer in (its, getattr(its, "optimizer", None))
@@ -300,7 +300,7 @@ def _switches(group: dict[str, Any]) -> Iterator[str]:
 
 
 def _loose_state(optimizer: torch.optim.Optimizer) -> str:
-    """Say which state belongs to no parameter; "" if there is none."""
+    """Return a sentence if the optimizer has a state that belongs to no parameter; else ""."""
     loose = [key for key in optimizer.state if not isinstance(key, Tensor)]
     if not loose:
         return ""
@@ -317,7 +317,7 @@ def _is_carried(param: Tensor, key: Any, value: Any) -> bool:
         return True
     if not isinstance(value, Tensor):
         return False
-    # Around its worker's shard, a newcomer makes a DTensor like its parameter.
+    # The newcomer makes a DTensor that is sharded like its parameter, so others cannot be given.
     if sharding.is_sharded(value) and sharding.position(value) != sharding.position(param):
         return False
     local = sharding.local(value)
@@ -335,14 +335,17 @@ def _described(param: Tensor, value: Any) -> tuple[bool, Any]:
 
 
 def _room(param: Tensor, key: str, form: _Form) -> Tensor:
-    # As torch has counts of steps: on the host, unless the newcomer's own options say otherwise.
+    # Counts of steps are on the host at first, as in torch; ``_placed`` may move them.
     device = sharding.local(param).device if form.is_beside and key != "step" else "cpu"
     room = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=device)
     return sharding.like(room, param) if form.is_sharded else room
 
 
 def _placed(owner: _Owner, key: str, value: Any) -> Any:
-    """Put a count of steps where the newcomer's options want it, as torch's load_state_dict."""
+    """Return a value; a count of steps on the device if the optimizer's options want it there.
+
+    Torch's ``load_state_dict`` does the same.
+    """
     is_on_device = owner.group.get("fused") or owner.group.get("capturable")
     if key == "step" and is_on_device and isinstance(value, Tensor):
         return value.to(dtype=torch.float32, device=sharding.local(owner.param).device)
@@ -350,12 +353,16 @@ def _placed(owner: _Owner, key: str, value: Any) -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, or of this worker's part of a sharded one, where they lie."""
+    """Return a view of a tensor's bytes, uint8; of a sharded one, this worker's shard."""
     return memory_order(sharding.local(tensor)).view(torch.uint8)
 
 
 def _pieces(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield what travels at once: numbers of tensors, and where their bytes begin and end."""
+    """Yield the ranges of each copy: index of a tensor, and begin and end of its bytes.
+
+    Args:
+        sizes: Bytes of each tensor.
+    """
     piece: list[tuple[int, int, int]] = []
     room = _PIECE_BYTES
     for place, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""How the replicas of an elastic group agree on the leases of the next view."""
+"""``Leasing``: the replicas of an elastic group agree on the leases of the next view."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from ..rounds.part import SyncedPart
 
 
 class Leasing:
-    """Keep the book of this replica's sampler over all views.
+    """Keeps this replica's book of leases over all views; see ``elastic.leases``.
 
     Attributes:
-        book: None while there is no sampler here.
-        shape: What must be equal on all samplers, as JSON types; of the others before there is one.
-        account: With which the book of a later sampler begins; None before another one has a book.
+        book: The book of this replica's sampler; None before there is a sampler.
+        shape: The arguments that must be equal on all samplers, as JSON types; before there is a
+            sampler here, the arguments of the other replicas' samplers.
+        account: The account with which a later sampler here begins; None while no other replica has
+            a sampler either.
     """
 
     def __init__(self, workers: ReplicaWorkers | None) -> None:
@@ -42,10 +44,10 @@ class Leasing:
     def change(
         self, exchange: Exchange, parts: Sequence[SyncedPart], view: int, beside: Any
     ) -> list[Any]:
-        """Agree on the next plan, when the members have met; every member calls this.
+        """Agree on the plan of the next view; a collective call of its members.
 
-        After an error this replica has its present account, and the next one if all members had
-        told each other what they hold. The next change finds out which of the two counts.
+        After an error this replica has its present account, and perhaps a prepared one. The next
+        change finds out which of the two counts.
 
         Args:
             view: Number of the next view.
@@ -74,11 +76,11 @@ class Leasing:
         return others
 
     def all_workers(self) -> AbstractContextManager[None]:
-        """Return a context in which an error of one worker of this replica is that of all."""
+        """Return a context in which an error of one worker of this replica is raised on all."""
         return nullcontext() if self._workers is None else self._workers.all_workers()
 
     def _agree_in_replica(self) -> None:
-        """Let all workers of this replica have the same account, and as many leases."""
+        """Bring all workers of this replica to the newest account, and to the most leases drawn."""
         if self._workers is None:
             return
         own = self._present
@@ -92,9 +94,11 @@ class Leasing:
     def _prepare(
         self, exchange: Exchange, step: int, sent: Sequence[int], view: int, beside: Any
     ) -> tuple[Plan | None, dict[int, Held], list[Any], bool]:
-        """Hear what all members hold, and whether one has a book.
+        """Exchange reports with all members, and prepare the next account.
 
-        The plan of the next view is as this replica sees it.
+        Returns:
+            The plan of the next view as this replica computes it, or None; the reports by replica;
+            all members' ``beside``; and whether any member has a book.
         """
         own = NO_PLAN if self._present is None else self._present.view
         holds = {} if self.book is None else self.book.held(step, sent)
@@ -104,7 +108,7 @@ class Leasing:
             member: tuple(each[:2]) for member, each in zip(exchange.members, told, strict=True)
         }
         others, has_books = [each[3] for each in told], any(each[2] for each in told)
-        # A member has gone on with this account, so all members had prepared it.
+        # If a member has gone on with an account, all members had prepared it: take the newest.
         newest = max(number for number, _ in reports.values())
         held = {
             replica: Held.from_json(all_held[str(newest)])
@@ -120,7 +124,7 @@ class Leasing:
         return Plan(exchange.members, plan.first, plan.again), held, others, has_books
 
     def _agreed_plan(self, exchange: Exchange, plan: Plan | None) -> tuple[Any, Plan] | None:
-        """Return shape and plan of the replicas that have a book; None if there are none."""
+        """Compare shape and plan of the replicas that have a book; return them, or None if none."""
         own = None if plan is None else [self.shape, plan.first, list(plan.again)]
         views = gather_json(exchange, own if self.book is not None else None)
         known = [(r, v) for r, v in zip(exchange.members, views, strict=True) if v is not None]
@@ -138,11 +142,16 @@ class Leasing:
         return shape, Plan(exchange.members, first, tuple(again))
 
     def begin(self, shape: Any, replica: int, members: tuple[int, ...], step: int) -> Book:
-        """Open the book of a sampler.
+        """Return a new book for this replica's sampler.
+
+        Args:
+            shape: The arguments that must be equal on all samplers, as JSON types.
+            replica, members: Numbers of this replica, and of the members of the present view.
+            step: The present inner step.
 
         Raises:
             RuntimeError: If there is a sampler already.
-            ReplicaMismatch: If the samplers of the others are not like this one.
+            ReplicaMismatch: If the samplers of the others have other arguments.
         """
         if self.book is not None:
             raise RuntimeError("this DiLoCo has an ElasticSampler already: use that one")

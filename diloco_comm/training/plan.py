@@ -33,15 +33,16 @@ class Plan:
     """The parts of one replica, or of one of its workers.
 
     Attributes:
+        parts: The fragments, and then the averaged buffers if there are any.
         device: The device of all parameters.
-        schedule: When each part is sent.
-        num_fragments: Parts with parameters; the buffers come after them.
+        schedule: The inner steps at which each part is sent.
+        num_fragments: Number of parts with parameters.
         worker: This worker's name among the replica's workers, such as "1of4"; "" without others.
         description: One line for each tensor, equal on all replicas.
-        layout: Hash of names, shapes, fragments and schedule, of the elements of this worker.
-        saved_layout: The same hash, of the whole parameters.
-        shard_group: The replica's workers, when all of them hold the same parameters.
-        delay: Inner steps from a send to its outer step; None where a later send takes the step.
+        layout: Hash of names, shapes, fragments and schedule, for the elements of this worker.
+        saved_layout: The same hash for the whole parameters.
+        shard_group: The replica's workers, if all of them hold the same parameters; else None.
+        delay: Inner steps from a send to its outer step; None if the step comes at a later send.
     """
 
     parts: list[SyncedPart]
@@ -69,7 +70,7 @@ class Plan:
         return [pair for one in parts for pair in zip(one.names, one.params, strict=True)]
 
     def has_own_progress(self) -> bool:
-        """Whether any local parameter is not the outer one."""
+        """Whether any local parameter differs from its outer one."""
         return any(part.differs_from_local() for part in self.parameter_parts())
 
     def words(self, settings: Settings, inner_step: int) -> list[str]:
@@ -92,7 +93,7 @@ class Plan:
     def written_at(self, inner_step: int, saved: Mapping[int, set[int]]) -> list[SyncedPart]:
         """Return the parts whose local parameters this inner step writes, if nothing fails.
 
-        All workers of a replica get the same parts, whatever became of their own rounds.
+        The result follows from the schedule alone, so all workers of a replica get the same parts.
 
         Args:
             saved: The parts with a round from a saved state, by the inner step that applies it.
@@ -109,7 +110,7 @@ class Plan:
         """
         is_left_to_device = self.device.type != "cpu" and self.delay is not None
         if is_left_to_device and any(part.takes_verdict for part in self.parts):
-            # A step looks whether the device has decided.
+            # Every step must check for votes that have become known on the device.
             return inner_step + 1
         delay = self.delay or 0
         flights = [flight.apply_step for part in self.parts for flight in part.in_flight]
@@ -132,7 +133,7 @@ def make_plan(
     """Cut the parameters that the optimizers train into parts.
 
     Raises:
-        ValueError, TypeError: For a model or settings that cannot be.
+        ValueError, TypeError: If the model or the settings cannot be exchanged.
     """
     named = trainable_parameters(model, optimizers)
     device = sharding.local(named[0][1]).device
@@ -218,7 +219,7 @@ def _parameter_parts(
             settings.error_feedback,
             feedback_decay=settings.feedback_decay,
             carries=settings.overlap.rounds > 0,
-            # Own payloads are added to the mean where outer parameters differ.
+            # ``Eager`` adds own payloads to the mean, so all payloads must come to all replicas.
             must_gather=not settings.overlap.is_shared,
             loader=loader,
         )

@@ -1,4 +1,4 @@
-"""Which samples of a data set each replica trains on: ``shard``, and the samplers behind it."""
+"""``shard`` and its samplers: they decide on which samples each replica trains."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..replica import sharding
 from ..replica.workers import ReplicaWorkers
 from .leases import Leasing
 
-# Number of a part, from 0, and how many parts there are.
+# The number of a part of the data, from 0, and how many parts there are.
 Place = tuple[int, int]
 
 
@@ -62,7 +62,7 @@ class Trained(Protocol):
 def shard(
     loader: DataLoader[Any], diloco: Trained, *, batches_per_step: int = 1
 ) -> DataLoader[Any]:
-    """Return a loader like ``loader`` that reads the own part of this replica; see ``DiLoCo``."""
+    """Return a loader like ``loader`` that reads this replica's part; see ``DiLoCo.shard``."""
     integer("batches_per_step", batches_per_step, 1)
     worker, num_workers = _worker_of(diloco)
 
@@ -213,14 +213,14 @@ def _with_sampler(loader: DataLoader[Any], sampler: Sampler[int]) -> DataLoader[
 
 
 def _worker_of(diloco: Trained) -> Place:
-    """Return the place of this worker among the samplers of its replica that take other samples.
+    """Return this worker's number among the workers of its replica that take different samples.
 
     Raises:
         ValueError: If it is not certain that the workers are data parallel.
     """
     worker, num_workers = _data_parallel_worker(diloco)
-    # If a trainer divides each batch among the workers, the sampler of every worker must yield all
-    # samples of the replica.
+    # If a trainer divides each batch among the workers, each worker's sampler must yield all of the
+    # replica's samples.
     return (worker, num_workers) if diloco._batches_at_once is None else (0, 1)
 
 
@@ -268,9 +268,9 @@ def _are_data_parallel(diloco: Trained, params: list[Any]) -> bool:
 
 
 class Orders:
-    """The orders in which the data epochs go through a data set, equal on all replicas.
+    """The order of the samples in each data epoch, equal on all replicas.
 
-    An order takes 8 bytes a sample of host memory; two orders are kept.
+    An order needs 8 bytes of host memory for each sample; two orders are kept.
     """
 
     def __init__(self, num_samples: int, seed: int, *, shuffle: bool) -> None:
@@ -279,7 +279,7 @@ class Orders:
         self._kept: dict[int, Tensor] = {}
 
     def sample(self, epoch: int, index: int) -> int:
-        """Return the index of the sample in this place of an epoch."""
+        """Return the sample at place ``index`` of an epoch."""
         return int(self.order(epoch)[index]) if self._shuffle else index
 
     def order(self, epoch: int) -> Tensor:
@@ -299,13 +299,14 @@ class _Iteration:
     """One iteration over a part of an epoch.
 
     Attributes:
-        inner_step, first: The inner step and the sample where it began.
-        taken: Samples of the epoch that were taken, by this iteration and before.
-        end: Samples of the epoch.
+        epoch, num_parts: Number of the epoch, and of parts of the data.
+        inner_step, first: The inner step and the sample at which this iteration began.
+        taken: Samples of this part of the epoch that were taken, with earlier iterations.
+        end: Samples of this part of the epoch.
         batch_size: Samples of a batch; the last batch of the epoch may have fewer.
-        before: The iteration that came to the end of the epoch before.
-        rest: Batches that the inner steps of ``before`` did not use.
-        carried: Batches of the rest that the first inner step of this iteration uses: all, or 0.
+        before: The iteration that reached the end of the epoch before; None if none is needed.
+        rest: Batches of ``before`` that its inner steps did not use.
+        carried: How many of these the first inner step of this iteration uses: all, or 0.
         is_known: Whether this iteration has come to its first inner step.
     """
 
@@ -323,7 +324,7 @@ class _Iteration:
 
     @property
     def drawn(self) -> int:
-        """How many batches were taken."""
+        """The number of batches that this iteration has taken."""
         return -(-(self.taken - self.first) // self.batch_size)
 
     def used(self, inner_step: int, batches_per_step: int) -> int:
@@ -332,11 +333,11 @@ class _Iteration:
 
 
 class ReplicaSampler(Sampler[int]):
-    """Give one part of each data epoch, in a group of replicas that does not change by itself.
+    """Yields one part of each data epoch, in a fixed group.
 
-    Part p of n takes the places p, p + n, p + 2n ... of the epoch's order. All parts have as many
-    samples: with ``drop_last`` those that fill no batch are dropped, otherwise the first ones of
-    the epoch are taken once more.
+    Part p of n takes the places p, p + n, p + 2n ... of the epoch's order. All parts have the same
+    number of samples: with ``drop_last`` samples that fill no batch are dropped, otherwise the
+    first samples of the epoch are taken once more.
 
     An epoch is over when one of its iterations was exhausted, or was left after an inner step; the
     next iteration begins the next epoch. So a look at a first batch, on one replica alone, changes
@@ -350,11 +351,11 @@ class ReplicaSampler(Sampler[int]):
         batch_size: Samples of a batch.
         drop_last: Drop samples, instead of repeating some.
         inner_step: Returns the inner steps taken; None makes each iteration a new epoch.
-        samples_per_step: Samples of one inner step, in whole batches: loaders take batches ahead of
-            the training.
+        samples_per_step: Samples of one inner step, in whole batches. With it the sampler knows
+            which samples were used, as loaders take batches ahead of the training.
         counts_anew: Whether a trainer calls ``set_epoch`` with numbers that begin with 0 in each
             process: after a resume they count on from the saved epoch.
-        ahead: Batches that the loader takes at least before the loop uses them.
+        ahead: The least number of batches that the loader takes before the loop uses the first.
     """
 
     def __init__(
@@ -377,13 +378,13 @@ class ReplicaSampler(Sampler[int]):
         self._inner_step, self._batches_per_step = inner_step, samples_per_step // batch_size
         self._shape = {"num_samples": num_samples, "seed": seed, "shuffle": shuffle}
         self._counts_anew, self._is_loaded, self._offset = counts_anew, False, 0
-        # Where the next iteration begins, the iteration that took samples last, and the one before
-        # the present epoch.
+        # The sample at which the next iteration begins, the iteration that took samples last, and
+        # the last iteration of the epoch before.
         self._first = 0
         self._last: _Iteration | None = None
         self._before: _Iteration | None = None
         self._is_over = False
-        # Whether the loop was last shown to use the rest of an epoch in the next one.
+        # Whether the loop, as last observed, uses the rest of an epoch in the next epoch.
         self._ahead, self._counts_on = ahead, False
 
     def __len__(self) -> int:
@@ -423,10 +424,11 @@ class ReplicaSampler(Sampler[int]):
                 self._last = before
 
     def _carry(self, own: _Iteration) -> None:
-        """Find out how many batches the inner steps of the iteration before did not use.
+        """Find out how many batches of the epoch before the inner steps did not use.
 
-        A loop that counts batches over the end of an epoch uses this rest in the first step of the
-        next epoch. A loop that counts anew in each epoch does not, see ``_look``.
+        With gradient accumulation, a loop may count batches on over the end of an epoch; then the
+        first step of the next epoch uses this rest. A loop that counts anew in each epoch does not
+        use it; ``_look`` finds out which is the case.
         """
         before = self._before
         if before is None or self._inner_step is None or before.taken < before.end or own.first:
@@ -440,9 +442,9 @@ class ReplicaSampler(Sampler[int]):
             own.carried = rest if self._counts_on else 0
 
     def _look(self, own: _Iteration) -> None:
-        """At the first inner step of an iteration, see from its draws how many batches it used.
+        """At the first inner step of an iteration, infer how many batches that step has used.
 
-        That is the number drawn so far, but for those that the loader is ahead.
+        It has used the batches drawn so far, minus the ones that the loader is ahead.
         """
         if own.is_known or self._now() == own.inner_step:
             return
@@ -488,7 +490,7 @@ class ReplicaSampler(Sampler[int]):
         return {**self._shape, "num_parts": num_parts, "epoch": epoch, "taken": taken}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint, with the next iteration; every replica loads its own or another.
+        """Let the next iteration go on from a checkpoint, of this replica or of any other.
 
         Call this after ``diloco.load_state_dict``.
 
@@ -517,16 +519,16 @@ class ReplicaSampler(Sampler[int]):
 
 
 class ElasticSampler(Sampler[int]):
-    """Give each replica of an elastic group other samples, whoever comes and goes.
+    """Gives each replica of an elastic group different samples, while replicas come and go.
 
     The iterator gives the indices of one inner step after another, and ends when
     ``diloco.is_done`` is true. Within a data epoch the replicas that train together never take the
     same sample. An epoch ends where the replicas together have gone through the data set; the next
     epoch has another order.
 
-    If a replica is lost, its samples that no outer step holds are given out again or
-    skipped. Exactly once is not promised: a lost replica may have shared a part of a sample's
-    effect, as other fragments or with an overlap, and steps of a round that broke off count.
+    If a replica is lost, its samples that are in no outer step are given out again or skipped. So a
+    sample may count partly, or more than once: with fragments or overlap, a lost replica may have
+    shared a part of a sample's effect, and steps of a failed round still count.
 
     Pass it to ``DataLoader(..., sampler=, batch_size=)`` and iterate over the loader once. With
     ``num_workers > 0`` the loader takes samples ahead of the training, at most ``num_workers *
@@ -535,12 +537,13 @@ class ElasticSampler(Sampler[int]):
 
     Args:
         data: The data set, or the number of its samples.
-        diloco: With ``Elastic``.
+        diloco: A DiLoCo with ``Elastic``.
         batch_size: Samples that each worker of a replica takes for one inner step: with gradient
             accumulation, the samples of all its batches.
         seed: The seed of the epochs' orders.
         shuffle: False for the order of the data set in every epoch.
-        lost: "repeat" or "skip": what becomes of the unapplied samples of a lost replica.
+        lost: Whether samples of a lost replica that are in no outer step are given out again
+            ("repeat") or dropped ("skip").
 
     Raises:
         ValueError: If an argument is out of range, or ``diloco`` has no ``Elastic``; if it is

@@ -1,4 +1,4 @@
-"""One replica's part in joining beside training: it serves its state, and copies others' state."""
+"""Joining beside training: a replica serves its outer state, and as a newcomer copies others'."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from ..rounds.state_dict import set_numbers
 
 logger = logger_of(__name__)
 
-# Bytes of the log for each parameter: seven rounds of int8 among three replicas and more, which
-# have one payload each, and three rounds among two replicas, which have two.
+# Bytes of the round log for each parameter. That is enough for seven int8 rounds among three
+# replicas or more, with one payload each, and for three rounds among two, with two payloads each.
 _LOG_BYTES = 8
 _TURN_S = 0.05
-# Seconds between two reports of how far the copy is.
+# Seconds between two ``JoinProgress`` events.
 _REPORT_S = 1.0
-# Seconds without any progress after which a newcomer asks to be let in all the same.
+# After so many seconds without any progress, a newcomer asks to be let in with what it has.
 _PATIENCE_S = 30.0
 
 
 def default_log_bytes(parts: Sequence[SyncedFragment]) -> int:
-    """Return the default size of the log: ``_LOG_BYTES``, and two rounds of two replicas at least.
+    """Return the default size of the round log, in bytes.
 
-    A round of two replicas has both payloads; an eighth is for what layouts pad.
+    It is ``_LOG_BYTES`` for each parameter, and at least two rounds of two replicas, of two
+    payloads each, with an eighth more for padding.
     """
     round_bytes = sum(
         2 * Layout.plan(part.num_elements, 2, 1, part.wire).payload_bytes for part in parts
@@ -49,12 +50,13 @@ def default_log_bytes(parts: Sequence[SyncedFragment]) -> int:
 
 
 class StateTransfer:
-    """Serve the outer state of this replica; before it joins a group, copy the group's.
+    """Serves the outer state of this replica; before it joins a group, copies the group's.
 
     Args:
+        elastic: The options.
         parts: All fragments, by index.
-        layout: The layout of saved states, see ``Plan``.
-        share: The part of this object in the link of this process.
+        layout: See ``Plan.saved_layout``; a checkpoint must have the same.
+        share: This object's share of the link of this process.
         name: The name of this object, equal on all replicas.
 
     Raises:
@@ -63,8 +65,8 @@ class StateTransfer:
     Attributes:
         log: The rounds that this replica has applied.
         saved_step: Inner step of the checkpoint; -1 without one.
-        is_pulling: This replica copies a state and does not ask to be let in yet.
-        caught_up_bytes: That this replica received while all members waited for it.
+        is_pulling: This replica still copies the state, and has not asked to be let in.
+        caught_up_bytes: Bytes that this newcomer received while all members waited for it.
     """
 
     def __init__(
@@ -101,13 +103,17 @@ class StateTransfer:
         return self._source.served_bytes
 
     def attach(self, driver: Driver, report: Callable[[JoinProgress], None]) -> None:
-        """Publish in the driver's beats that this process serves."""
+        """Use this driver, and publish in its beats that this process serves its outer state.
+
+        Args:
+            report: Called with each ``JoinProgress``.
+        """
         self._driver, self._report = driver, report
         driver.serves = True
 
     def close(self) -> None:
-        """End both sides, and not yet the part in the link; idempotent."""
-        # A forked child has the object, and not the link.
+        """End copying and serving, but not the share of the link; idempotent."""
+        # In a forked child the link does not work.
         with contextlib.suppress(RuntimeError):
             self._end_copy()
             self._link.serve(self._service, None)
@@ -117,7 +123,7 @@ class StateTransfer:
 
     def turn(self, driver: Driver) -> None:
         """Copy for a moment; ask to be let in when the copy is at most one round behind."""
-        # The core has the record a moment after the driver has the beats of the same look.
+        # Wait for the first look at the table: the agreement has yet to know its record.
         if not driver.state.table:
             time.sleep(_TURN_S)
             return
@@ -169,7 +175,11 @@ class StateTransfer:
         )
 
     def _be_ready(self, driver: Driver, trouble: str) -> None:
-        """Ask to be let in, with whatever is copied."""
+        """Ask to be let in, with the part of the state that is copied so far.
+
+        Args:
+            trouble: Why the copy is not complete; "" if it is, or if there is nothing to copy.
+        """
         if not self.is_pulling:
             return
         self.is_pulling = False
@@ -191,7 +201,7 @@ class StateTransfer:
             self.caught_up_bytes += newcomer.received_bytes - before
 
     def forget(self) -> None:
-        """Leave nothing of a copy in the fragments: the group begins anew."""
+        """Drop the copy, and set the fragments' buffers and numbers to their initial values."""
         self._end_copy()
         for part in self._parts:
             for tensor in state_tensors(part)[1:]:

@@ -1,6 +1,6 @@
-"""Training whose membership changes by itself: what ``DiLoCo`` does at the end of a view.
+"""Elastic training: takes a ``DiLoCo`` from view to view, and repeats there what has failed.
 
-This module is imported only where a membership is given.
+This module is imported only with ``peers=Elastic(...)``.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from .leases import Leasing
 from .plan import Plan
 from .state_transfer import StateTransfer
 
-# Seconds between two looks whether the rounds under way have ended.
+# Seconds between two checks whether the rounds under way have ended.
 _POLL_S = 0.001
-# So often a repeated flush may break off again, each time in another view.
+# A repeated flush may fail so many times, each in another view, before the error is raised.
 _MOST_REPEATS = 10
 
 
 class Trained(Protocol):
-    """The part of a ``DiLoCo`` that elastic training needs."""
+    """The attributes of a ``DiLoCo`` that elastic training needs."""
 
     inner_step: int
     exchange: Exchange
@@ -66,10 +66,13 @@ class Trained(Protocol):
 
 
 class ElasticTraining:
-    """Take a ``DiLoCo`` from view to view.
+    """Takes a ``DiLoCo`` from view to view.
 
     Attributes:
-        transfer: Copies the state of a group beside training; None where nothing does.
+        leasing: Agrees on the leases of each view.
+        transfer: Copies and serves the outer state beside training; None if newcomers copy it at a
+            boundary, while all wait.
+        group: Follows the agreement of the group.
 
     Raises:
         SyncError: If the registry cannot be asked.
@@ -78,7 +81,7 @@ class ElasticTraining:
     def __init__(self, elastic: Elastic, replica: Replica, place: Place) -> None:
         plan, settings, workers = replica.plan, replica.settings, replica.workers
         spoken = {"handshake": extension.HANDSHAKE, "transfer": extension.TRANSFER}
-        # The first difference in this order is named.
+        # If replicas differ, the error names the first difference in this order.
         shown: dict[str, Any] = {
             "versions of diloco_comm's protocols": spoken,
             "model": plan.description,
@@ -101,7 +104,7 @@ class ElasticTraining:
         except BaseException:
             self._leave_link()
             raise
-        # Nobody waits longer than that for a replica, whatever is cut.
+        # The others wait no longer than this for a replica that cannot connect.
         connect_s = min(replica.timeout_s, elastic.suspect_after, 10.0)
         try:
             self.group = ElasticGroup(
@@ -120,22 +123,22 @@ class ElasticTraining:
                 self.transfer.close()
             self._leave_link()
             raise
-        # Errors of rounds that were skipped without any report.
+        # Errors of skipped rounds that no call has raised yet.
         self._unreported: list[NonFiniteError] = []
-        # Until the first step, at which the schedules of the learning rate are looked at.
+        # The optimizers whose schedules are checked at the first step; [] after it.
         self._optimizers = list(replica.optimizers)
         self._replica, self._workers = replica, workers
         self._loop = Loop()
         self._repetition = Repetition()
-        # The flush that this replica has called, until it ends.
+        # The flush that this replica's program has called, until it ends.
         self._own_flush: Callable[[], None] | None = None
-        # The inner step at which parts were sent again.
+        # The inner step at which a failed send was repeated last; -1 for none.
         self._again_at = -1
-        # Part and number of the round that broke off.
+        # Part and number of the round whose failure ended the view.
         self._failed: list[tuple[SyncedPart, int]] = []
-        # The last step may have applied the last round of this view.
+        # Whether the last step may have applied the last round of this view.
         self._may_be_boundary = False
-        # The step before was broken off; always False with several workers.
+        # Whether the step before was interrupted; always False with several workers.
         self._is_late = False
 
     @property
@@ -151,11 +154,11 @@ class ElasticTraining:
         self._leave_link()
 
     def _leave_link(self) -> None:
-        """End the part of this object in the link, after the exchange."""
+        """Give up this object's share of the link; call this after the exchange's end."""
         self._share.end()
 
     def enter(self, place: Place) -> Joined:
-        """Come to the group, as a founder or a newcomer."""
+        """Enter the group, as a founder or a newcomer."""
         try:
             joined = self.group.enter(partial(self._join, place))
         except BaseException:
@@ -169,7 +172,7 @@ class ElasticTraining:
         return joined
 
     def begin(self, diloco: Trained) -> None:
-        """Begin to train in the group, with what the other members have to repeat."""
+        """Begin to train in the group; first take part in what all members repeat."""
         self._repeat(diloco)
         self._pass_boundary(diloco)
         self._end_after_last_step(diloco)
@@ -179,7 +182,7 @@ class ElasticTraining:
             self._inner.forget()
 
     def _join(self, place: Place, change: GroupChange) -> Joined:
-        """Take part in an attempt to begin a view, with a new exchange."""
+        """Take part, with a new exchange, in an attempt to begin a view with this replica."""
         self._repetition = Repetition()
         group = self.group
         group.first_step = -1
@@ -214,7 +217,7 @@ class ElasticTraining:
         return joined
 
     def _begin_from_saved(self, joined: Joined, view: Record) -> Joined:
-        """Let all begin with the checkpoint of the view's source, if that member has one."""
+        """Give all members the checkpoint of the view's source, if that member has one."""
         exchange, agreement = joined.rounds.exchange, joined.agreement
         own = -1 if self.transfer is None else self.transfer.saved_step
         assert view.source is not None
@@ -234,7 +237,7 @@ class ElasticTraining:
         return not is_begin or self.group.first_step >= 0
 
     def refuse_to_load(self) -> None:
-        """Raise RuntimeError where a saved state would set this replica apart from the others."""
+        """Raise RuntimeError if this replica has the group's state, and must load no other."""
         if self.has_group_state:
             raise RuntimeError(
                 "this replica has the state of a group that trains already: load a state only "
@@ -242,7 +245,7 @@ class ElasticTraining:
             )
 
     def leave_schedules(self) -> None:
-        """Log nothing of schedules of the learning rate: a trainer's callback has moved them."""
+        """Do not check learning rate schedules at the first step: a trainer has set them."""
         self._optimizers = []
 
     def take_step(self, diloco: Trained, *, is_skipped: bool) -> None:
@@ -251,9 +254,9 @@ class ElasticTraining:
             optimizers, self._optimizers = self._optimizers, []
             warn_of_schedules(optimizers, diloco.inner_step)
         rounds = diloco._rounds
-        # After an interrupt, what was to be sent again is still to be sent.
+        # Make up for a last step that a Ctrl-C or an error has cut short: repeat a failed send, and
+        # go to the next view if the last round was at a boundary.
         self._repeat(diloco)
-        # After a Ctrl-C or an error too, by which the last step has not come to its end.
         self._pass_boundary(diloco)
         if self.is_done:
             return
@@ -263,13 +266,14 @@ class ElasticTraining:
             return
         step, plan = diloco.inner_step + 1, diloco._plan
         takes_part = plan.sent_at(step) or plan.written_at(step, diloco._saved_writes)
-        # All workers of a replica look at the same steps, whatever becomes of a step.
+        # This depends on the step's number alone, so all workers of a replica agree, even if the
+        # step fails on one.
         self._may_be_boundary = bool(takes_part) or self._is_late
-        # If a Ctrl-C breaks this step off, the next one applies the round.
+        # If a Ctrl-C interrupts this step, the next one applies its round.
         self._is_late = self._workers is None
         self._unless_broken(diloco, partial(diloco._take_step, is_skipped=is_skipped))
         self._is_late = False
-        # Now, before the inner optimizer steps again: a newcomer may be given its state.
+        # Now, before the inner optimizer steps again: a newcomer may copy the optimizer's state.
         self._pass_boundary(diloco)
         self._end_after_last_step(diloco)
 
@@ -283,13 +287,17 @@ class ElasticTraining:
                 self._may_be_boundary = False
 
     def _unless_broken(self, diloco: Trained, call: Callable[[], None]) -> None:
-        """Call a function that waits for the others; where the view breaks, go to the next."""
+        """Call a function that waits for the others; if the view ends in it, go to the next."""
         broken = self._broken_off(call)
         if broken is not None:
             self._go_on(diloco, *broken)
 
     def _broken_off(self, call: Callable[[], None]) -> tuple[SyncError, float] | None:
-        """Call a function that waits for the others; return the end of the view, and its begin."""
+        """Call a function that waits for the others.
+
+        Returns:
+            If the view has ended in the call: the error, and the monotonic time of the call.
+        """
         began = time.monotonic()
         try:
             with self.group.waiting():
@@ -301,11 +309,11 @@ class ElasticTraining:
         return None
 
     def _end_after_last_step(self, diloco: Trained) -> None:
-        """Share what is left, if all steps are taken."""
+        """If all steps are taken, flush, and end training."""
         if self.is_done or not self._has_all_steps(diloco):
             return
         self.flush(diloco, is_final=True)
-        # Where the flush broke off, all go on from the step of the slowest replica.
+        # If the flush failed, all go on from the step of the slowest replica, which may be earlier.
         if self._has_all_steps(diloco) and not self.is_done:
             self._loop.take(Event.ALL_SHARED)
 
@@ -313,9 +321,9 @@ class ElasticTraining:
         return self._total_steps is not None and diloco.inner_step >= self._total_steps
 
     def flush(self, diloco: Trained, *, is_final: bool) -> None:
-        """Flush; in the next view again, where the present one ends before all is shared."""
+        """Flush; if the view ends before all is shared, repeat the flush in the next view."""
         self._own_flush = partial(diloco._flush, is_final=is_final)
-        # A Ctrl-C has interrupted the repetition of a flush: then this call is the repetition.
+        # If a Ctrl-C has interrupted the repetition of a flush, this call is that repetition.
         is_repetition = self._loop.phase is Phase.FLUSHING_AGAIN
         try:
             self._repeat(diloco)
@@ -327,7 +335,7 @@ class ElasticTraining:
             self._loop.leave_flush()
 
     def _go_on(self, diloco: Trained, error: SyncError | None, began: float | None = None) -> None:
-        """Go to the next view, and repeat there what broke off; on to another if that breaks."""
+        """Go to the next view, and repeat there what has failed, if necessary in one more view."""
         self._to_next_view(diloco, error, time.monotonic() if began is None else began)
         self._repeat(diloco)
 
@@ -340,16 +348,16 @@ class ElasticTraining:
             change, seal = partial(self._change, diloco), partial(self._seal, diloco)
             self.group.go_on(change, seal, error, began)
         except NonFiniteError:
-            # The view has begun all the same.
+            # Only an unreported skip: the view has begun.
             self._loop.take(Event.VIEW_BEGUN)
             raise
         self._loop.take(Event.ASKED_TO_LEAVE if self.group.is_done else self._repetition.event)
 
     def _repeat(self, diloco: Trained) -> None:
-        """Repeat, together with all members, what broke off when the last view ended.
+        """Repeat, together with all members, the send or flush that failed as the last view ended.
 
         Raises:
-            SyncError: A flush breaks off again and again: no death of a member explains that.
+            SyncError: If this fails again and again, which deaths of members do not explain.
         """
         num_broken = 0
         while self._loop.repeats:
@@ -368,7 +376,7 @@ class ElasticTraining:
                 self._loop.take(Event.ENDED)
                 raise broken[0]
             self._to_next_view(diloco, *broken)
-        # A member whose last flush broke off has ended the flush here, together with all others.
+        # If a member's final flush had failed, all members have completed it here.
         has_flushed = self._loop.phase is Phase.TRAINING and self._repetition.is_of_flush
         if has_flushed and self._has_all_steps(diloco):
             self._loop.take(Event.ALL_SHARED)
@@ -378,12 +386,12 @@ class ElasticTraining:
         is_over, is_flush = True, self._loop.phase is Phase.FLUSHING_AGAIN
         try:
             if is_flush:
-                # A member that was not in a flush ends as the others say.
+                # A member that was not in a flush takes part, and ends training if the others do.
                 (self._own_flush or partial(diloco._flush, is_final=None))()
             else:
                 self._send_again(diloco)
         except KeyboardInterrupt:
-            # The next call repeats a flush, or a send before its first byte.
+            # After a Ctrl-C the next call repeats a flush, or a send that had not begun.
             is_over = not is_flush and diloco._rounds.uninterruptible.has_begun
             raise
         except SyncError as error:
@@ -394,7 +402,7 @@ class ElasticTraining:
                 self._loop.take(Event.ENDED)
 
     def _send_again(self, diloco: Trained) -> None:
-        """Exchange what was due when the last view broke, without another round of training."""
+        """Send again the parts whose rounds failed as the last view ended, without a new step."""
         diloco._rounds.uninterruptible.has_begun = False
         before, self._again_at = self._again_at, diloco.inner_step
         self._may_be_boundary = True
@@ -421,7 +429,7 @@ class ElasticTraining:
         return positions_of(exchange, last_rounds), diloco.inner_step, is_whole
 
     def _settle(self, diloco: Trained, agreed: Agreed) -> None:
-        """Apply the rounds of the last view that count; forget the others."""
+        """Apply the rounds of the last view that count, and give up the others."""
         rounds, exchange = diloco._rounds, diloco.exchange
         before = diloco.inner_step
         sent = [(part, flight.number) for part in rounds.parts for flight in part.in_flight]
@@ -431,10 +439,10 @@ class ElasticTraining:
             repairs = exchange.settle(agreed, fragments)
             rounds.settle(repairs, before, agreed.epoch.agreed_step)
             diloco.inner_step = agreed.epoch.agreed_step
-            # All members go on from the step of the slowest.
+            # All members go on from the inner step of the slowest.
             self.leasing.set_back(before - diloco.inner_step)
             self.group.has_settled()
-        # A round that counts was applied by now.
+        # All rounds that count are applied by now, so the later ones are discarded.
         self.group.meter.discarded(len({(part.index, n) for part, n in sent if n >= part.round}))
         self._failed = []
 
@@ -466,11 +474,11 @@ class ElasticTraining:
             raise self._unreported.pop()
 
     def _ask_what_broke_off(self, rounds: RoundRunner, step: int, view: Record) -> None:
-        """Find out whether a flush, or a send at this step, is to be repeated; every member asks.
+        """Agree whether a flush, or a send at this step, is to be repeated; a collective call.
 
-        The same call agrees on the leases: a change waits for a round trip less.
-        A member that has ended its flush before the view broke takes part in the flush again. A
-        send that was repeated once, and broke off again, is left to the schedule's next send.
+        The same call agrees on the leases, which saves a round trip. A member whose flush had ended
+        before the view did takes part in the flush again. A send that was repeated once, and failed
+        again, is left to the next send of the schedule.
         """
         unsent = [] if step == self._again_at else _unsent_at(rounds, self._replica.plan, step)
         is_open = self._own_flush is not None and not rounds.has_ended()
@@ -485,12 +493,12 @@ class ElasticTraining:
 
 
 def _unsent_at(rounds: RoundRunner, plan: Plan, inner_step: int) -> list[int]:
-    """Return the parts that were to be sent after this step, and that have no round left.
+    """Return the indices of parts that were due after this step, but whose rounds are lost.
 
-    A round that was voted down because of bad values would be voted down again.
+    Rounds that were voted down because of bad values are left out, as they would be again.
     """
     if not isinstance(rounds, StepTimed):
-        # The policies that move the local parameters at each send owe the next one what was lost.
+        # ``SendTimed`` adds the values of lost rounds to the next send by itself.
         return []
     return [
         part.index
@@ -502,9 +510,9 @@ def _unsent_at(rounds: RoundRunner, plan: Plan, inner_step: int) -> list[int]:
 
 
 class JoinChange:
-    """A change by which a replica without state comes; see ``group.ElasticChange``.
+    """A change by which a replica without outer state enters; see ``group.ElasticChange``.
 
-    A copy of an earlier view's state goes where all begin with one member's state.
+    If all members begin with one member's state, a copy of an earlier view's state is dropped.
     """
 
     def __init__(self, change: GroupChange, transfer: StateTransfer | None) -> None:
@@ -525,16 +533,19 @@ class JoinChange:
 
 
 class NothingBeside:
-    """The copy of a newcomer that copies nothing beside training."""
+    """A ``CopyBeside`` for newcomers that copy nothing while the members train."""
 
     def catch_up(self, targets: Mapping[int, int]) -> None:
-        """Do nothing: the newcomer is given all of the state."""
+        """Do nothing: the newcomer gets all of the state while the members wait."""
 
 
 def _transfer(
     elastic: Elastic, replica: Replica, share: LinkShare, name: str
 ) -> StateTransfer | None:
-    """Return what copies the state beside training; None where replicas copy at a boundary."""
+    """Return the object that copies the state beside training; None if that is not possible.
+
+    Then newcomers copy it at a boundary, while all members wait.
+    """
     plan, settings = replica.plan, replica.settings
     is_able = elastic.round_log_bytes != 0 and replica.workers is None
     is_able = is_able and settings.overlap.is_shared and not settings.overlap.rounds
@@ -550,7 +561,7 @@ def _transfer(
 
 
 def _own_link(elastic: Elastic, place: Place) -> OwnLink:
-    """Return the link of this process: the exchanges', or over gloo one beside them."""
+    """Return the link of this process; over gloo, one that carries only the agreement."""
     check_link(
         place.backend, place.listen, place.advertise, place.link_keys, place.relay, place.proxy
     )
@@ -562,6 +573,6 @@ def _own_link(elastic: Elastic, place: Place) -> OwnLink:
 
 
 def _alike(settings: Settings) -> dict[str, Any]:
-    """Return the settings that all members share; a newcomer is given the present outer lr."""
+    """Return the settings that must be equal on all members; the outer lr may differ at first."""
     shared = settings.shared()
     return {**shared, "outer": {k: v for k, v in shared["outer"].items() if k != "lr"}}

@@ -1,4 +1,4 @@
-"""Clients of a registry: of its server, and of a shared store; the one for an address."""
+"""Clients of a registry at its own server or on a store, and ``connect``, which chooses one."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ class StoreRegistry(StoreTable):
     """The registry of one run on a store.
 
     Any thread may call the methods. Calls of several threads are made one after another. A call
-    lasts as long as the store's own call: a ``TCPStore`` waits for a host that stands still.
+    lasts as long as the store's own call: a ``TCPStore`` waits for a host that does not answer.
 
     Args:
-        store: Is of no use any more once its connection has ended.
+        store: The store with the registry. Once its connection has broken, all calls fail.
         run: Name of the run.
         timeout_s: Seconds after which a call fails that waits for other threads' calls.
-        registry_id: The registry that must answer; "" for the first that answers.
+        registry_id: The id of the registry that must answer; "" accepts the first that answers.
 
     Attributes:
-        registry_id: A random name in the store's memory; "" before the first answer.
+        registry_id: The registry's random id, which the store keeps; "" before the first answer.
 
     Raises:
-        ValueError: If the name is not of its form.
+        ValueError: If the run's name is not of the allowed form.
     """
 
     is_durable = False
@@ -78,7 +78,7 @@ class StoreRegistry(StoreTable):
     def beat(self, member: str, text: bytes) -> dict[str, bytes]:
         """Publish a member's beat, and return all last beats; see ``Registry.beat``.
 
-        A beat that has not changed for 600 seconds of this process is left out.
+        A beat that has not changed for 600 seconds, as this process counts them, is left out.
         """
         return dict(self.look(member, text).beats)
 
@@ -99,7 +99,7 @@ class StoreRegistry(StoreTable):
     # -------------------------------------------------------------------------- under the lock
 
     def _identify(self) -> None:
-        """Learn the registry's id, and give it one if it has none; or compare the id."""
+        """Compare the registry's id with the expected one; learn or set it if none is expected."""
         if self.registry_id:
             there = self._root.check(["registry-id"])
             found = self._root.get("registry-id").decode() if there else ""
@@ -140,14 +140,14 @@ class StoreRegistry(StoreTable):
 # ---------------------------------------------------------------------- addresses and records
 
 
-# A call in less time would say that the time is over, and nothing of the server.
+# With less time left than this, a call is not repeated: it would only report that time is over.
 _LEAST_S = 0.1
-# Words of a store, and what they are where the store is a registry.
+# Words in the errors of a store client, and the words for them in an error of a registry.
 _IN_A_REGISTRY = (
     ("give Link(keys=...), or --keys", "give key=, or --key"),
     ("is not there any more", "does not answer, as nothing listens there"),
 )
-# A host says so to a key that may look, and tries to write.
+# A server says this to a client whose key may only read, and that has tried to write.
 _READS_ONLY = "may only read here"
 _FORMS = (
     'tcp://host:port, such as "tcp://192.0.2.1:29400", or etcd://host:port or etcds://host:port, '
@@ -212,14 +212,14 @@ class RegistryClient(PlainLook):
     time in which a call waits for others counts as its own.
 
     Args:
-        address: ``tcp://host:port``; or a connection of the program's own, with keys of its own.
+        address: ``tcp://host:port``; or a connection that the program has made, with its keys.
         run: Name of the run.
         timeout_s: Seconds after which a call without an answer fails.
         key: Folder with the keys of this process, or a file ``NAME.key_secret`` in it.
-        registry_id: The registry that must answer; "" for any.
+        registry_id: The id of the registry that must answer; "" for any.
 
     Attributes:
-        registry_id: The registry's random name in hexadecimal digits; "" before the first answer.
+        registry_id: The registry's random id in hexadecimal digits; "" before the first answer.
 
     Raises:
         ValueError: If the address or a name is not of its form, or a key is missing or invalid.
@@ -281,14 +281,14 @@ class RegistryClient(PlainLook):
         return {name: last for name, last, _ in beats}
 
     def look(self, name: str, text: bytes) -> Look:
-        """Publish a member's beat, and return the record, all beats, and how many there were.
+        """Publish a member's beat, and return the record, all beats, and how often each has beaten.
 
-        The server sends the texts alone whose first line has changed, and the record if that has
-        changed.
+        To save traffic, the server sends only texts whose first line has changed, and the record
+        only if it has changed.
 
         Returns:
-            The record, the last beats by member, and for each member a number that rises with each
-            beat. Behind its first line, a text may come from an earlier beat.
+            The record, the last beat of each member, and for each member a number that rises with
+            each beat. All but the first line of a text may be from an earlier beat.
 
         Raises:
             RegistryUnavailable: If there is no answer in time.
@@ -297,7 +297,7 @@ class RegistryClient(PlainLook):
         return self._call(lambda client, limit: self._look(client, name, text, limit))
 
     def post(self, name: str, text: bytes) -> None:
-        """Leave a text with the server, over the connection that there is; see ``Table``."""
+        """Leave a text with the server, unless there is no connection; see ``Table.post``."""
         client = self._client  # another thread may close meanwhile
         if client is not None:
             with contextlib.suppress(dist.DistError):
@@ -312,7 +312,7 @@ class RegistryClient(PlainLook):
         found = changed if is_whole else {**self._beats, **changed}
         if revision != self._revision:
             self._record = record
-        # The server's order, in which it counts.
+        # The server sends its counts, modulo 256, in this order of the names.
         names = sorted(found, key=str.encode)
         if len(names) != len(counts):
             self._version = 0
@@ -342,7 +342,7 @@ class RegistryClient(PlainLook):
             try:
                 return ask(client, max(0.0, deadline - time.monotonic()))
             except dist.DistError as error:
-                # Nothing was asked where nobody listens: the server may be about to come back.
+                # If nobody listens, the request was not sent: try again, the server may come back.
                 is_absent = isinstance(error, dist.DistNetworkError) and not _is_other(client)
                 if not is_absent or time.monotonic() + _LEAST_S > deadline:
                     raise self._failure(client, str(error).splitlines()[0]) from None
@@ -351,7 +351,7 @@ class RegistryClient(PlainLook):
 
     def _open(self) -> _C.StoreClient:
         if self._given is not None:
-            # The program may wait for long in the connection of its own.
+            # Open a second connection, as the program's own may be busy with a long wait.
             return self._given.another(self.registry_id)
         return _C.StoreClient(
             *self._place,
@@ -369,7 +369,7 @@ class RegistryClient(PlainLook):
                 "journal folder?"
             )
         if client.is_refused:
-            # Another client knows the keys that are allowed then.
+            # The next call opens a new client, in case the server allows this key by then.
             self._client = None
         name = f"the registry at {self.address}"
         for words, ours in (("the store at " + self.address, name), *_IN_A_REGISTRY):

@@ -1,8 +1,8 @@
 """The registry on etcd 3.4 or later, over its HTTP gateway (``/v3/kv``, ``/v3/lease``).
 
 The keys are ``diloco-comm/registry-id``, ``diloco-comm/RUN/record`` and
-``diloco-comm/RUN/beats/MEMBER``. Every call is a transaction that compares the id first. A beat has
-a lease of its member, so etcd drops the beat of a member that has been gone for long.
+``diloco-comm/RUN/beats/MEMBER``. Every call is a transaction that compares the id first. Each
+member's beat has a lease of etcd, so etcd drops the beat of a member that has been gone for long.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .protocol import (
 
 Json = dict[str, Any]
 
-# The longest beats of 1024 members, in base64.
+# The longest answer that is read: the longest beats of 1024 members, in base64.
 _MAX_ANSWER_BYTES = 1 << 25
 
 
 class GatewayError(Exception):
-    """No answer, or an error for an answer; the text is the end of a sentence."""
+    """etcd gave no answer, or an error; the text continues the sentence "the registry ..."."""
 
 
 class Refused(GatewayError):
@@ -48,11 +48,11 @@ class Refused(GatewayError):
 
 
 class Gateway:
-    """Talk to one cluster; one thread at a time.
+    """Sends requests to one etcd cluster; used by one thread at a time.
 
     Args:
-        hosts: Host and port of each member that may be asked.
-        tls: For HTTPS; None for HTTP.
+        hosts: Host and port of each member of the cluster that may be asked.
+        tls: The context for HTTPS; None for HTTP.
     """
 
     def __init__(self, hosts: list[tuple[str, int]], tls: ssl.SSLContext | None) -> None:
@@ -60,9 +60,11 @@ class Gateway:
         self._connection: http.client.HTTPConnection | None = None
 
     def post(self, path: str, body: Json, deadline: float, *, may_repeat: bool = True) -> Json:
-        """Return the answer to a request.
+        """Send a request, and return the answer's JSON.
 
         Args:
+            path: Path of the URL.
+            body: JSON of the request.
             deadline: Time of ``time.monotonic`` after which the request fails.
             may_repeat: The request may be sent again to another member, if one does not answer.
 
@@ -112,7 +114,7 @@ class Gateway:
 
 
 def _is_idle(connection: http.client.HTTPConnection) -> bool:
-    """Whether a connection is open, and nothing waits to be read: not even its end."""
+    """Whether a connection can take a request: it is open, and the peer has not closed it."""
     if connection.sock is None:
         return False
     poll = select.poll()
@@ -156,10 +158,10 @@ class EtcdRegistry(PlainLook):
         timeout_s: Seconds after which a call without an answer fails.
         key: Folder with ``ca.pem``, and ``client.pem`` with ``client-key.pem`` if there are any.
         insecure: Allow ``etcd://`` to another machine.
-        registry_id: The registry that must answer; "" for the one that answers first.
+        registry_id: The id of the registry that must answer; "" accepts the first that answers.
 
     Attributes:
-        registry_id: The registry's random name, which etcd keeps; "" before the first answer.
+        registry_id: The registry's random id, which etcd keeps; "" before the first answer.
 
     Raises:
         ValueError: If the address or a name is not of its form, or a certificate is invalid.
@@ -181,7 +183,7 @@ class EtcdRegistry(PlainLook):
         hosts, is_encrypted = _parse(address, insecure)
         self._gateway = Gateway(hosts, _tls(key) if is_encrypted else None)
         self._lock = threading.Lock()
-        # By member: id of the lease, and when it is renewed.
+        # By member: the id of its lease at etcd, and when the lease is renewed next.
         self._leases: dict[str, tuple[str, float]] = {}
         self._id_key = _encoded(f"{_ROOT}registry-id")
         self._record_key = _encoded(f"{_ROOT}{run}/record")
@@ -210,7 +212,7 @@ class EtcdRegistry(PlainLook):
     def beat(self, member: str, text: bytes) -> dict[str, bytes]:
         """Publish a member's beat, and return all last beats; see ``Registry.beat``."""
         check_beat(member, text)
-        # The range ends before the first key behind the prefix: "0" follows "/".
+        # All keys with the prefix: the range ends where "0", the next character, replaces the "/".
         everything = {"key": _encoded(self._beats), "range_end": _encoded(self._beats[:-1] + "0")}
         with self._turn() as deadline:
             try:
@@ -219,7 +221,7 @@ class EtcdRegistry(PlainLook):
             except Refused:
                 if self._leases.pop(member, None) is None:
                     raise
-                # The lease ended while this process stood still.
+                # The lease has expired, as while this process was suspended: get a new one.
                 steps = self._publish(member, text, deadline)
                 done = self._transact([], [*steps, {"request_range": everything}], deadline)
         found = done["responses"][-1]["response_range"].get("kvs", [])
@@ -236,7 +238,7 @@ class EtcdRegistry(PlainLook):
 
     @contextmanager
     def _turn(self) -> Iterator[float]:
-        """Let one thread talk to etcd, and yield the deadline of its call."""
+        """Take the lock, and yield the deadline of the call; turn errors into registry errors."""
         deadline = time.monotonic() + self.timeout_s
         if not self._lock.acquire(timeout=self.timeout_s):
             raise RegistryUnavailable(
@@ -252,7 +254,13 @@ class EtcdRegistry(PlainLook):
     def _transact(
         self, compare: list[Json], steps: list[Json], deadline: float, *, may_repeat: bool = True
     ) -> Json:
-        """Do the steps if the registry's id and ``compare`` are as they should be."""
+        """Run ``steps`` in one transaction if the registry's id and ``compare`` hold; return it.
+
+        The caller reads in the answer whether ``compare`` held.
+
+        Raises:
+            RegistryMismatch: If the id is another one.
+        """
         if not self.registry_id:
             self._identify(deadline)
         own_id = {"key": self._id_key, "target": "VALUE", "value": _encoded(self.registry_id)}
@@ -284,7 +292,7 @@ class EtcdRegistry(PlainLook):
     # -------------------------------------------------------------------------------------- beats
 
     def _publish(self, member: str, text: bytes, deadline: float) -> list[Json]:
-        """Return the steps that publish a member's beat, or take it back."""
+        """Return the steps of a transaction that publish a member's beat, or remove it."""
         if not member:
             return []
         key = _encoded(self._beats + member)
@@ -294,7 +302,7 @@ class EtcdRegistry(PlainLook):
         return [{"request_put": {"key": key, "value": _encoded(text), "lease": lease}}]
 
     def _lease(self, member: str, deadline: float) -> str:
-        """Return the id of the member's lease, granted or renewed in time."""
+        """Return the id of the member's lease; first ask for one, or renew it, if it is time."""
         lease, renew_at = self._leases.get(member, ("", 0.0))
         now = time.monotonic()
         if lease and now < renew_at:
@@ -324,7 +332,7 @@ def _parse(address: str, insecure: bool) -> tuple[list[tuple[str, int]], bool]:
 
 
 def _tls(key: str | Path | None) -> ssl.SSLContext:
-    """Return what checks etcd's certificate, and shows our own if there is one."""
+    """Return the TLS context: it checks etcd's certificate, and has this client's, if any."""
     if key is None:
         return ssl.create_default_context()
     folder = Path(key)

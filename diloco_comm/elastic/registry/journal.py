@@ -1,7 +1,7 @@
 """The registry's journal: a log to which each group of swaps is appended, and fsynced.
 
-The log's meta are the registry's id. Each record's head are the swaps that were written together,
-each as name of the run and new record.
+The log's ``meta`` is the registry's id. The ``head`` of each entry of the log has the swaps that
+were written together; a swap is the name of a run and its new record.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ Change = tuple[str, bytes]
 
 FILE, KIND = "journal", "registry"
 _CHANGE = struct.Struct("<HI")  # bytes of the run's name, bytes of the record
-# Changes in one record of a compacted journal.
+# Swaps in one entry of a compacted journal.
 _BATCH = 64
+# A journal that has grown by so many bytes is compacted.
 _COMPACT_BYTES = 1 << 26
 
 
@@ -36,13 +37,13 @@ class Journal:
     present records is written, fsynced and renamed over the old file.
 
     Args:
-        folder: Made if missing. An empty folder becomes a new registry.
+        folder: The folder of the journal, made if missing. An empty one becomes a new registry.
         truncates: Cut a damaged journal off at the damage, and keep the rest in a file beside it.
 
     Attributes:
-        registry_id: 16 random bytes, as old as the folder's journal.
-        records: The record of each run that has one.
-        cut: One sentence about the damaged or torn end that was cut off, "" for nothing.
+        registry_id: 16 random bytes, drawn when the journal was made.
+        records: The newest record of each run that has one.
+        cut: One sentence about a damaged or torn end that was cut off; "" if nothing was.
 
     Raises:
         FolderInUse: If another server has the folder.
@@ -58,7 +59,7 @@ class Journal:
         self.records: dict[str, bytes] = {}
         self.registry_id = secrets.token_bytes(16)
         self.cut = ""
-        self._spared_bytes = 0  # that the file may grow by, beside _COMPACT_BYTES
+        self._spared_bytes = 0  # beyond _COMPACT_BYTES, before the file is compacted
         try:
             self._open(truncates)
         except BaseException:
@@ -94,14 +95,14 @@ class Journal:
         self._lock.release()
 
     def append(self, changes: Sequence[Change]) -> None:
-        """Write changes as one record, fsync the file, and change ``records``.
+        """Write changes as one entry of the log, fsync the file, and change ``records``.
 
         Args:
             changes: At most 64 changes.
 
         Raises:
             DoubtfulWrite: If the fsync failed. ``records`` has not changed, and the file is
-                written anew before the next record, so that both agree again.
+                written anew before the next entry, so that both agree again.
             OSError: If the changes cannot be written, or another program has changed the file;
                 nothing has changed, also after a crash.
         """
@@ -114,7 +115,7 @@ class Journal:
             self._compact()
 
     def _compact(self) -> None:
-        """Write the file anew; if that fails, go on in the long one until it has grown again."""
+        """Write a short file; if that fails, go on in the long one, and try again much later."""
         self._spared_bytes += _COMPACT_BYTES
         try:
             self._rewrite()
@@ -143,7 +144,7 @@ class Journal:
             raise
         if self._log is not None:
             self._log.release()
-        # Also where the records alone are long, many swaps come before the next new file.
+        # If the present records alone are long, let many swaps come before the next compaction.
         self._log, self._spared_bytes = fresh, max(0, fresh.end - _COMPACT_BYTES // 2)
 
 
@@ -188,7 +189,11 @@ def changes(log: Log) -> Iterator[Change]:
 
 
 def _parsed(content: bytes) -> list[Change]:
-    """Return the changes in a record; ValueError if no server has written them."""
+    """Return the changes in an entry of the log.
+
+    Raises:
+        ValueError: If these are no bytes that a server has written.
+    """
     found, offset = [], 0
     while offset < len(content):
         fixed = content[offset : offset + _CHANGE.size]
@@ -203,7 +208,7 @@ def _parsed(content: bytes) -> list[Change]:
             raise ValueError("the name of a run is not UTF-8") from None
         record = content[begin + name_bytes : offset]
         check_swap(b"", record)
-        # The host takes such names, though clients give shorter ones.
+        # The host accepts names up to this length in bytes, though clients give shorter ones.
         if not 1 <= name_bytes <= MAX_NAME_BYTES or "/" in run:
             raise ValueError(f"the name of a run has {name_bytes} bytes, or a slash")
         found.append((run, record))

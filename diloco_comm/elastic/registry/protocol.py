@@ -1,4 +1,4 @@
-"""What a registry does, its errors, and the limits that hold for every implementation."""
+"""The methods and errors of a registry, and the limits that every implementation keeps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_NAME = 100
 MAX_NAME_BYTES = 4 * MAX_NAME
 # Seconds without a beat after which a registry forgets a member's last beat.
 DROP_AFTER_S = 600.0
-# Seconds in which a key that is refused may be allowed again, before its client ends.
+# A client whose key is refused tries again for so many seconds, in case the key is allowed.
 KEY_WAIT_S = 10.0
 
 
@@ -20,22 +20,22 @@ class RegistryUnavailable(TableAway, ConnectionError):
     """The registry gave no answer in time, or could not do what it was asked; try again later.
 
     If the call was a swap, its outcome is unknown: the swap may have happened, and may still happen
-    after this error. Read the record again. Records that hold a nonce of their writer tell a
-    writer's own record from an equal one.
+    after this error. Read the record again. Write a nonce into each record, so that you can tell
+    your own record from an equal one of another writer.
     """
 
 
 class KeyRefused(RegistryUnavailable):
-    """The registry does not let in the key of this client, or does not any more."""
+    """The registry does not accept the key of this client, or no longer."""
 
     is_refused = True
 
 
 class RegistryMismatch(TableAway, RuntimeError):
-    """The address belongs to another registry than before, or to one of another version.
+    """At the address is another registry than before, or a registry of another version.
 
-    An empty registry in the place of the old one would begin a second line of records. So nothing
-    was changed, and no later call will succeed.
+    Nothing was changed there, and no later call will succeed: in an empty registry, a second chain
+    of records would begin beside the old one.
     """
 
     is_other = True
@@ -58,9 +58,9 @@ class Registry(Table, Protocol):
 
     @property
     def registry_id(self) -> str:
-        """The registry's own random name; "" before the first answer.
+        """The registry's random id, drawn when it began empty; "" before the first answer.
 
-        The name lasts as long as the registry's memory. Every call compares it.
+        Every call compares the id with the expected one.
         """
         ...
 
@@ -76,7 +76,7 @@ class Registry(Table, Protocol):
 
         Args:
             member: 1 to 100 printable characters without spaces. The empty name publishes nothing.
-            text: At most 16384 bytes; b"" takes the member's last beat back.
+            text: At most 16384 bytes; b"" removes the member's last beat.
 
         Raises:
             ValueError: If the name is not of that form, or the text is too long.
@@ -85,7 +85,7 @@ class Registry(Table, Protocol):
 
 
 class PlainLook:
-    """The part of ``Table`` that a registry makes of a beat and a read."""
+    """A base class that makes ``Table.look`` of the two calls ``beat`` and ``read``."""
 
     registry_id: str
 

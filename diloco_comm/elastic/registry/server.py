@@ -1,7 +1,7 @@
-"""The registry's own server: the host of a store, which also keeps records, and the journal.
+"""The server of ``diloco-comm registry``: a store's host that also keeps records, and the journal.
 
-The host answers reads and beats on a thread of its own. The thread of ``serve`` writes the swaps
-that have come, with one fsync for all of them, and lets the host answer these swaps then.
+The host answers reads and beats on a thread of its own. The thread of ``serve`` writes all swaps
+that have come to the journal, with one fsync, and then lets the host answer them.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ class RegistryServer:
 
     A server keeps the records of 1,024 runs, each of at most 61,440 bytes, and the last beats of
     1,024 members a run and 16,384 in all, each of at most 16,384 bytes; as many posts, each of at
-    most 2,048 bytes. A swap is answered when the journal holds the new record. Where a swap cannot
-    be written, such as on a full disk, nothing changes, and the client is told why; reads and beats
-    go on. If the disk fails while a swap is written, the client is told that the outcome is
+    most 2,048 bytes. A swap is answered when the journal holds the new record. If a swap cannot
+    be written, for instance on a full disk, nothing changes, and the client is told why; reads and
+    beats go on. If the disk fails while a swap is written, the client is told that the outcome is
     unknown.
 
-    The keys of the store are in memory alone, and clients of a record cannot change them, nor
-    clients of a key a record.
+    The key-value pairs of the store are in memory alone. Calls for records cannot change them, and
+    calls for pairs cannot change records.
 
     Args:
         listen: ``host:port``; port 0 picks a free one, see ``address`` afterwards.
         journal: Folder of the journal; None keeps all in memory, and a restart forgets all.
         keys: Folder of keys, or a file ``NAME.key_secret`` in it (``diloco-comm keys make``).
         insecure: Allow an address that other machines reach, without keys.
-        drop_after: Seconds, as this process counts them, after which a member's beat or post is
-            dropped.
+        drop_after: Seconds, as this process counts them, after which a beat or post that its member
+            has not renewed is dropped.
 
     Attributes:
         address: The ``tcp://host:port`` at which the server listens.
-        host: Answers the clients; knows the last messages of all replicas.
-        registry_id: The registry's random name in hexadecimal digits, kept in the journal.
+        host: The C++ object that answers the clients, and keeps the last beats and posts.
+        registry_id: The registry's random id in hexadecimal digits, kept in the journal.
 
     Raises:
         ValueError: For invalid arguments, and for an address that is open to the network without
@@ -117,7 +117,7 @@ class RegistryServer:
     def _write(self, changes: Sequence[Change]) -> None:
         """Write swaps, and let the host answer them.
 
-        An error that is none of the disk's ends ``serve``, and all connections.
+        If the disk fails, the host refuses these swaps. Any other error ends ``serve``.
         """
         assert self._journal is not None
         try:
@@ -139,7 +139,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return listen_at(host, port)
     except OSError as error:
-        # Negative numbers come from the resolver of names.
+        # Negative error numbers come from the resolver of host names, and are not in ``errno``.
         code = error.errno or 0
         reason = os.strerror(code) if code > 0 else error.strerror or error
         raise OSError(f"cannot listen on {name_of_place(host, port)}: {reason}") from None

@@ -1,4 +1,4 @@
-"""One donor, as a replica that joins sees the donor, and the requests that are open there."""
+"""A donor, from which a newcomer copies the outer state, and the open requests to it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from .messages import MOST_TEXT, Answer, Kind, Wanted, has_body
 
 @dataclass(frozen=True)
 class Status:
-    """Where a donor is.
+    """How far a donor's training is, and which rounds its log has.
 
     Attributes:
         standings: The standing of each fragment.
-        log: Logged rounds by fragment and number.
-        last: The number by which the donor knows the last round of the log.
-        num_newcomers: That copy from this donor now.
+        log: The logged rounds, by fragment and number of the round.
+        last: The donor's number for the newest entry of its log. The next request for the status
+            names it, so that the answer has only newer entries.
+        num_newcomers: How many newcomers copy from this donor now.
     """
 
     standings: tuple[Standing, ...]
@@ -39,10 +40,12 @@ class Status:
         """Return the status that a donor has sent.
 
         Args:
-            before: The donor's last status, which has the rounds that this one leaves out.
+            numbers: The JSON of the answer.
+            num_fragments: How many fragments the donor must have.
+            before: The donor's last status, whose logged rounds the answer leaves out.
 
         Raises:
-            ValueError: If it is none.
+            ValueError: If the JSON is no status, or the number of fragments is another one.
         """
         try:
             fragments = [tuple(map(_count, one)) for one in numbers["fragments"]]
@@ -104,11 +107,11 @@ def _count(value: Any) -> int:
 # ------------------------------------------------------------------------------------------- donors
 
 
-# Requests for bytes that are open at one donor at a time.
+# At most so many requests for state or payloads are open at one donor.
 MAX_OPEN = 2
 # Seconds without a byte of an answer after which a donor is given up.
 _STALL_S = 10.0
-# Seconds for which a donor is asked nothing after an answer without a body.
+# After an answer without a body, a donor is asked nothing for so many seconds.
 _PAUSE_S = 0.05
 
 
@@ -117,8 +120,8 @@ class Asked:
     """An open request.
 
     Attributes:
-        num_bytes: Bytes of the answer's body.
-        take: Called with the answer; with None if there is none.
+        num_bytes: Bytes of the expected body; 0 for a status.
+        take: Called with the donor and the answer; with None if the donor gives none.
     """
 
     kind: Kind
@@ -127,18 +130,20 @@ class Asked:
 
 
 class Donor:
-    """One donor.
+    """A donor, and the requests to it that are open.
 
     Args:
         link: The link of this process.
-        service: The name by which the donor's state is found.
+        service: The name under which the donor's link serves the state.
+        name: The donor's name among the members.
+        way: The address of the donor's link.
 
     Attributes:
-        status: Where the donor was last; None before the first answer.
-        is_lost: The donor did not answer in time, or sent wrong bytes: nothing more is asked here.
+        status: The donor's last status; None before the first answer.
+        is_lost: The donor did not answer in time, or has sent wrong bytes: it is asked no more.
         is_wrong: The donor has sent wrong bytes.
-        trouble: Why the donor cannot be reached; "" where a connection is there.
-        received_bytes: Bytes of state and payloads.
+        trouble: Why the donor cannot be reached; "" if it can.
+        received_bytes: Bytes of state and payloads that the donor has sent.
     """
 
     def __init__(self, link: _C.Link, service: str, name: str, way: Way) -> None:
@@ -149,30 +154,30 @@ class Donor:
         self.trouble = ""
         self.received_bytes = 0
         self._open: dict[int, Asked] = {}
-        # When bytes were asked for last; until when nothing is asked.
+        # When bytes were asked for last; until when nothing is asked; and since when the link has
+        # no connection for a request (0: it has one).
         self._last_asked = self._pause_until = 0.0
         self._blocked_at = 0.0
-        # When the last byte came while requests were open, and how many had come then.
+        # When the last byte of an open request came, and how many bytes had come by then.
         self._heard_at, self._num_arrived = 0.0, 0
 
     @property
     def num_open(self) -> int:
-        """Requests for bytes that have no answer yet."""
+        """The number of requests for state or payloads that have no answer yet."""
         return sum(asked.num_bytes > 0 for asked in self._open.values())
 
     @property
     def may_ask(self) -> bool:
-        """Whether one more request for bytes makes sense."""
+        """Whether the donor can take one more request for state or payloads now."""
         is_able = self.status is not None and not self.is_lost and not self._blocked_at
         is_able = is_able and time.monotonic() >= self._pause_until
         return is_able and self.num_open < MAX_OPEN
 
     @property
     def load(self) -> tuple[int, int, float]:
-        """How busy the donor is; the least is asked first.
+        """A key to sort donors by: the least busy one first, then the one asked longest ago.
 
-        With a limited bandwidth one request is open at a time, so that all donors are equally busy.
-        Then the donor is next that was not asked for the longest time.
+        With a limited bandwidth only one request is open at a time, so the time decides.
         """
         num_newcomers = 0 if self.status is None else self.status.num_newcomers
         return self.num_open, num_newcomers, self._last_asked
@@ -183,7 +188,15 @@ class Donor:
     def ask(
         self, wanted: Wanted, num_bytes: int, take: Callable[[Donor, Answer | None], None]
     ) -> bool:
-        """Send a request; return False if there is no connection, or the donor has a pause."""
+        """Send a request; return whether it was sent.
+
+        It is not while the link has no connection, or shortly after an answer without a body.
+
+        Args:
+            wanted: The request.
+            num_bytes: Bytes of the expected body; 0 for a status.
+            take: See ``Asked``.
+        """
         now = time.monotonic()
         if now < self._pause_until:
             return False
@@ -201,9 +214,9 @@ class Donor:
         return True
 
     def take(self, number: int, head: bytes, body: Tensor) -> bool:
-        """Handle an answer; return whether it was this donor's.
+        """Handle the answer to request ``number``; return False if this donor has no such request.
 
-        Without a head the connection has ended, or nobody answers there.
+        An empty head says that the connection has ended, or that nobody serves there.
         """
         asked = self._open.pop(number, None)
         if asked is None:
@@ -229,14 +242,14 @@ class Donor:
             return True
         if not self._open or now - self._heard_at <= _STALL_S:
             return False
-        # Beside rounds on a slow link, an answer takes its time.
+        # On a slow link a long answer takes its time: the donor is alive while bytes arrive.
         arrived = self._link.arrived(list(self._open))
         if arrived != self._num_arrived:
             self._num_arrived, self._heard_at = arrived, now
         return now - self._heard_at > _STALL_S
 
     def lose(self, *, is_wrong: bool = False) -> None:
-        """Ask nothing more here, and let others be asked for what is open; idempotent."""
+        """Ask this donor nothing more, and end its open requests without answer; idempotent."""
         self.is_lost, self.is_wrong = True, self.is_wrong or is_wrong
         asked, self._open = self._open, {}
         self._link.forget(list(asked))

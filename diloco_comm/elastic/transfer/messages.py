@@ -1,6 +1,7 @@
-"""Requests of a replica that joins, and the heads of answers; csrc/exchange/joining has the rest.
+"""Requests of a newcomer for outer state, and the heads of the answers.
 
-A request has 32 bytes, the head of an answer 40, both little endian. Nothing is unpickled.
+A request has 32 bytes, the head of an answer 40, both little endian. Nothing is unpickled. The
+donors' side is ``StateSource`` in ``csrc/exchange/joining``.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from ... import _C
 from ...rounds.part import SyncedFragment
 from ...rounds.round_log import Standing, state_tensors
 
-# Bytes of outer state or of payloads in one answer, at most.
+# The most bytes of outer state, or of payloads, in one answer.
 PIECE_BYTES: int = _C.StateSource.MOST_BYTES
-# Bytes of a status or of a sentence, at most.
+# The most bytes of a status, or of a sentence that refuses.
 MOST_TEXT = 8 << 20
 
-# Kind and fragment; number; begin and end.
+# A request: kind, fragment, number, begin, end.
 _REQUEST = struct.Struct("<IIQQQ")
-# Kind and zero; round, history and num_steps of a standing; digest.
+# The head of an answer: kind, zero, the standing's round, history and num_steps, digest.
 _HEAD = struct.Struct("<IIQQQQ")
 
 
 class Kind(IntEnum):
-    """A request asks for this, or an answer holds this; see ``StateSource``."""
+    """The kind of a request (below 32) or of an answer; ``StateSource`` explains each."""
 
     STATUS = 1
     STATE = 2
@@ -46,7 +47,11 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request: elements [begin, end) of a fragment, or bytes [begin, end) of a round."""
+    """A request: for elements [begin, end) of a fragment, bytes [begin, end) of a round, a status.
+
+    Attributes:
+        number: The round's number; for a status, ``Status.last`` of the last answer.
+    """
 
     kind: Kind
     fragment: int = 0
@@ -60,11 +65,12 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """An answer.
+    """The answer of a donor.
 
     Attributes:
-        standing: After which round the elements are.
-        digest: The digest of the body, or of the elements in question.
+        kind: The kind of the answer.
+        standing: The round after which the elements are.
+        digest: The digest of the body or, if only that was asked for, of the elements.
         body: uint8; empty for most kinds.
     """
 
@@ -75,10 +81,10 @@ class Answer:
 
     @classmethod
     def read(cls, head: bytes, body: Tensor) -> Answer:
-        """Return the answer with these bytes.
+        """Return the answer with this head and body.
 
         Raises:
-            ValueError: If they are none; any bytes are allowed as input.
+            ValueError: If the head is none; it may have any bytes.
         """
         if len(head) != _HEAD.size:
             raise ValueError(f"the head of an answer has {_HEAD.size} bytes, got {len(head)}")
@@ -89,7 +95,7 @@ class Answer:
         """Return the JSON of a status.
 
         Raises:
-            ValueError: If the body is none; any bytes are allowed.
+            ValueError: If the body is no status; it may have any bytes.
         """
         try:
             found = json.loads(bytes(self.body.numpy()))
@@ -101,7 +107,7 @@ class Answer:
 
 
 def has_body(answer: Answer | None) -> bool:
-    """Whether a donor has answered with what was asked for, right or wrong."""
+    """Whether an answer has the state, payloads, digest or status asked for, right or wrong."""
     return answer is not None and answer.kind not in (Kind.LATER, Kind.GONE, Kind.REFUSED)
 
 

@@ -1,8 +1,9 @@
 """A newcomer: copies the outer state from several donors while they train, and follows them.
 
-Pieces of the outer state come from any donor, each as it was after some round. Logged rounds bring
-every piece forward. Another donor then confirms the digest of each piece. All is done in ``turn``,
-on the caller's thread, with the fragments' own tensors.
+A *donor* is a member that serves its outer state. A *piece* is a range of elements of a fragment.
+Pieces come from any donor, each as it was after some round. The newcomer then takes the outer steps
+of the rounds since, whose payloads the donors have logged. A second donor confirms the digest of
+each piece. All is done in ``turn``, on the caller's thread, in the fragments' own tensors.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from .messages import PIECE_BYTES, Answer, Kind, Wanted, has_body, piece_element
 
 @dataclass
 class Download:
-    """The payloads of a logged round on their way.
+    """The payloads of one logged round, as far as they have come.
 
     Attributes:
-        wanted: Ranges of bytes that nobody was asked for.
-        num_missing: Bytes that have not come.
+        entry: The description of the round.
+        payloads: All payloads of the round, uint8.
+        wanted: Ranges of bytes that no donor was asked for yet.
+        num_missing: How many bytes have not come.
     """
 
     entry: LoggedRound
@@ -48,7 +51,10 @@ class Download:
 
 
 def values_of(donor: Donor, answer: Answer | None, kind: Kind, size: int) -> Tensor | None:
-    """Return the body of an answer; None if there is none. A donor of wrong bytes is lost."""
+    """Return the body of an answer; None if there is none, or if it is not what was asked for.
+
+    A donor that has sent a wrong body is asked nothing more.
+    """
     if answer is None or not has_body(answer):
         return None
     is_right = answer.kind == kind and answer.body.numel() == size
@@ -63,13 +69,14 @@ def values_of(donor: Donor, answer: Answer | None, kind: Kind, size: int) -> Ten
 
 @dataclass(eq=False)
 class Piece:
-    """A range of elements of a fragment, with all buffers of its outer optimizer.
+    """A range of elements of a fragment: its outer parameters and the outer optimizer's buffers.
 
     Attributes:
-        standing: After which round; None before the piece has come.
-        is_asked: A request is open, for the piece or for its digest.
-        source: The donor that sent the piece; "" for the values of a checkpoint.
-        doubters: Donors that have other values.
+        begin, end: The range.
+        standing: After which round the values are; None before the piece has come.
+        is_asked: A request for the piece, or for its digest, is open.
+        source: Name of the donor that sent the piece; "" for the values of a checkpoint.
+        doubters: Names of donors whose digest of the piece differs.
         is_confirmed: Another donor has the same values.
     """
 
@@ -93,10 +100,11 @@ class FragmentCopy:
     """The copy of one fragment that a newcomer is making, in the fragment's own tensors.
 
     Attributes:
-        num_dropped: Pieces that had come and must be copied again, as the log lost their round or
-            another donor did not confirm them.
-        is_saved: The fragment holds the state of a checkpoint, which no donor has been asked about.
-        was_ahead: No donor had the round of the checkpoint when it was asked first.
+        num_dropped: How many pieces had come and must be copied again, as the log lost their next
+            round or as another donor had other values.
+        is_saved: The fragment holds the state of a checkpoint, and its pieces have yet to be
+            compared with the donors.
+        was_ahead: No donor had the round of the checkpoint when donors were asked first.
     """
 
     def __init__(self, part: SyncedFragment, impl: str = "") -> None:
@@ -124,13 +132,13 @@ class FragmentCopy:
 
     @property
     def standing(self) -> Standing | None:
-        """Where the whole copy stands; None while pieces are missing or stand apart."""
+        """The round after which all pieces are; None while pieces are missing, or these differ."""
         standings = {piece.standing for piece in self.pieces}
         return next(iter(standings)) if len(standings) == 1 else None
 
     @property
     def lowest(self) -> Standing | None:
-        """Where the piece stands that is furthest behind; None before the first piece."""
+        """The standing of the piece that is furthest behind; None before the first piece."""
         found = [piece.standing for piece in self.pieces if piece.standing is not None]
         return min(found, key=lambda standing: standing.round, default=None)
 
@@ -140,22 +148,26 @@ class FragmentCopy:
         return max(rounds, default=0)
 
     def put(self, piece: Piece, standing: Standing, body: Tensor) -> None:
-        """Take in the values of a piece, uint8."""
+        """Copy the values of a piece (fp32, as uint8) into the fragment's tensors."""
         values = body.view(torch.float32)
         for tensor, row in zip(self._tensors, values.view(len(self._tensors), -1), strict=True):
             tensor[piece.begin : piece.end].copy_(row)
         piece.standing = standing
 
     def digest(self, piece: Piece) -> int:
-        """Return the digest of a piece as a donor makes one."""
+        """Return the digest of a piece, in the layout in which donors compute theirs."""
         rows = [tensor[piece.begin : piece.end] for tensor in self._tensors]
         return digest_of([torch.stack(rows).cpu()])
 
     def adopt(self, status: Status, logged: Callable[[int, int], LoggedRound | None]) -> None:
-        """Take the fragment's own values, from a checkpoint, as pieces that donors must confirm.
+        """Use the values of a checkpoint, which the fragment holds, as pieces to be confirmed.
 
-        Nothing is done while the donors are behind the checkpoint. Where the log does not reach
-        back to the checkpoint, all pieces are copied.
+        While the donors are behind the checkpoint, this does nothing. If their logs do not reach
+        back to the checkpoint, all pieces are copied instead.
+
+        Args:
+            status: The status of the donor that is furthest.
+            logged: Returns the round with this number of a fragment from a donor's log, or None.
         """
         part = self.part
         index, at = part.index, status.standings[part.index]
@@ -173,9 +185,9 @@ class FragmentCopy:
                 piece.standing = at
 
     def forget_at(self, round: int) -> None:
-        """Mark the pieces that stand at this round or before as missing: they are copied again.
+        """Drop the pieces at this round or before, as no log can bring them forward.
 
-        No logged round brings them forward.
+        They are copied again.
         """
         for piece in self.pieces:
             if piece.standing is not None and piece.standing.round <= round:
@@ -183,14 +195,14 @@ class FragmentCopy:
                 self.num_dropped += 1
 
     def advance(self, entry: LoggedRound, payloads: Tensor) -> None:
-        """Take the outer step of a logged round on the pieces that stand right before the round.
+        """Take the outer step of a logged round on the pieces that are right before that round.
 
         Raises:
             ValueError: If the entry does not fit the pieces.
         """
         begin = Standing(entry.number, entry.before, entry.num_steps)
         behind = [piece for piece in self.pieces if piece.standing == begin]
-        # The step is taken on the whole fragment: an operator takes no part of a run.
+        # The operators work on whole fragments: step all of it, and put the other pieces back.
         others = [piece for piece in self.pieces if piece.standing not in (begin, None)]
         kept = [[tensor[p.begin : p.end].clone() for tensor in self._tensors] for p in others]
         part = self.part
@@ -203,7 +215,7 @@ class FragmentCopy:
             piece.standing = Standing.of(part)
 
     def settle(self) -> None:
-        """Give the fragment the numbers of a copy that stands at one round."""
+        """Set the fragment's round, history and number of steps, if all pieces are at one round."""
         standing = self.standing
         if standing is not None:
             self.part.round, self.part.history = standing.round, standing.history
@@ -213,33 +225,34 @@ class FragmentCopy:
 # ----------------------------------------------------------------------------------------- newcomer
 
 
-# Seconds between two looks at where the donors are; the second while all members wait.
+# Seconds between two requests for a donor's status: beside training, and while all members wait.
 _LOOK_S, _HASTY_LOOK_S = 0.2, 0.02
-# Seconds without a byte or a round after which the members wait no longer.
+# ``catch_up``, for which all members wait, ends after so many seconds without a byte or a round.
 _PATIENCE_S = 5.0
-# Seconds between two looks whether the donors are connected.
+# Seconds between two checks that the link is connected to the donors.
 _REACH_S = 0.2
-# Seconds for which a donor that has not answered is asked nothing.
+# A donor that has not answered is asked nothing for so many seconds.
 _LOST_S = 30.0
-# Copies of the state that a newcomer makes at most, because the donors' logs were too short.
+# A newcomer whose pieces had to be dropped more often than this gives up copying beside training.
 _MAX_COPIES = 3
 
 
 class Newcomer:
-    """Copy the outer state of all fragments.
+    """Copies the outer state of all fragments from the donors, and follows their rounds.
 
     Args:
-        link: Of this process.
-        service: The name by which the state is found at the donors.
+        link: The link of this process.
+        service: The name under which the donors' links serve the state.
         parts: All fragments, by index.
-        donors: Returns where the members of the group serve, by name.
+        donors: Returns the addresses of the donors' links, by name.
         bytes_per_s: Most bytes a second that this replica asks for; None: no limit.
         impl: Implementation of the operators.
 
     Attributes:
-        received_bytes: Of state and payloads.
+        received_bytes: Bytes of state and of payloads that have come.
         gave_up: Why the state cannot be copied beside training; "" while it can.
-        refusal: Why this replica must not join: its checkpoint has rounds that the group has not.
+        refusal: Why this replica must not join, as its checkpoint has outer steps that the group
+            has not taken; "" if it may.
     """
 
     def __init__(
@@ -256,7 +269,7 @@ class Newcomer:
         self.copies = [FragmentCopy(part, impl) for part in parts]
         self.gave_up = self.refusal = ""
         self._donors: dict[str, Donor] = {}
-        # Until when nothing is asked of a donor.
+        # Until when nothing is asked at the address of a lost donor.
         self._lost: dict[Way, float] = {}
         self._reach_at = 0.0
         self._lost_bytes = 0
@@ -267,7 +280,7 @@ class Newcomer:
         self._allowed_bytes, self._allowed_at = 0.0, time.monotonic()
 
     def close(self) -> None:
-        """Ask nothing more; idempotent."""
+        """Drop all requests and connections; idempotent."""
         for donor in self._donors.values():
             donor.lose()
         self._link.reach(self._service, [])
@@ -286,7 +299,7 @@ class Newcomer:
 
     @property
     def rounds_behind(self) -> int:
-        """Rounds by which the fragment that is furthest behind lags; -1 while pieces lack."""
+        """Rounds by which the slowest fragment is behind the donors; -1 while pieces are absent."""
         status = self._newest()
         if status is None or not all(copy.is_complete for copy in self.copies):
             return -1
@@ -299,7 +312,11 @@ class Newcomer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all pieces are here, confirmed where a donor can, and at most a round behind."""
+        """Whether this replica can ask to be let in.
+
+        All pieces have come, are at most one round behind, and are confirmed if another donor is
+        there.
+        """
         if not 0 <= self.rounds_behind <= 1:
             return False
         names = [donor.name for donor in self._usable()]
@@ -314,7 +331,7 @@ class Newcomer:
         return bool(self._known())
 
     def use_saved(self) -> None:
-        """Begin with what the fragments hold: the state of a checkpoint, with its numbers."""
+        """Begin with the state of a checkpoint, which the fragments hold already."""
         for copy in self.copies:
             copy.is_saved = True
 
@@ -331,10 +348,10 @@ class Newcomer:
         )
 
     def catch_up(self, targets: Mapping[int, int]) -> None:
-        """Take the rounds that fragments lack, while all members wait; copy no more pieces.
+        """Take the last rounds that fragments lack, while all members wait; copy no more pieces.
 
         Args:
-            targets: Number of the next round, by fragment.
+            targets: For each fragment, by index, the number of the members' next round.
         """
         self._may_copy, self._look_s, self._look_at = False, _HASTY_LOOK_S, 0.0
         self._bytes_per_s = None
@@ -391,7 +408,7 @@ class Newcomer:
 
     @property
     def trouble(self) -> str:
-        """Why donors cannot be reached, in words; "" where all can."""
+        """Which donors cannot be reached, and why, in words; "" if all can."""
         found = [
             f"{one.name} cannot be reached: {one.trouble}" for one in self._usable() if one.trouble
         ]
@@ -404,12 +421,12 @@ class Newcomer:
         return [donor.status for donor in self._usable() if donor.status is not None]
 
     def _logged(self, fragment: int, number: int) -> LoggedRound | None:
-        """Return a round that any donor has: one that has joined lately has few."""
+        """Return a logged round of any donor, as one that has joined lately has few; else None."""
         found = (status.log.get((fragment, number)) for status in self._known())
         return next((entry for entry in found if entry is not None), None)
 
     def _newest(self) -> Status | None:
-        """Return the status of the donor that is furthest; any of them at one round."""
+        """Return the status of the donor whose rounds are furthest; None if none has answered."""
         return max(self._known(), key=lambda one: [at.round for at in one.standings], default=None)
 
     # ----------------------------------------------------------------------- bringing forward
@@ -440,15 +457,15 @@ class Newcomer:
             )
 
     def _is_gone(self, entry: LoggedRound) -> bool:
-        """Whether the log of every donor has lost a round."""
+        """Whether no donor has this round in its log any more."""
         known = [donor for donor in self._usable() if donor.status is not None]
         return bool(known) and all(_lacks(entry, donor) for donor in known)
 
     def _begin_download(self, copy: FragmentCopy, low: Standing, status: Status) -> None:
         entry = self._logged(copy.part.index, low.round)
         if entry is None or (entry.before, entry.num_steps) != (low.history, low.num_steps):
-            # The log has lost the round, or the piece is of another line of training. A donor that
-            # was asked before that round does not know.
+            # No log has the round, or the piece has another history than the group. Drop the piece
+            # only if all donors are past that round: the status of a slower one may be too old.
             if all(known.standings[copy.part.index].round > low.round for known in self._known()):
                 copy.forget_at(low.round)
         elif copy.is_complete or entry.num_bytes <= self._bytes_at(copy, low):
@@ -475,7 +492,7 @@ class Newcomer:
                     known = 0 if donor.status is None else donor.status.last
                     donor.ask(Wanted(Kind.STATUS, number=known), 0, self._take_status)
         if self._bytes_per_s is not None:
-            # After a standstill of this process, no more than a second's bytes come at once.
+            # If this process was suspended, it may ask for no more than the bytes of one second.
             earned = self._bytes_per_s * min(now - self._allowed_at, 1.0)
             self._allowed_bytes = min(self._allowed_bytes + earned, earned + PIECE_BYTES)
         self._allowed_at = now
@@ -494,7 +511,7 @@ class Newcomer:
         self._allowed_bytes -= num_bytes
 
     def _give_back(self, answer: Answer | None, num_bytes: int) -> None:
-        """Take back what was spent on an answer without a body."""
+        """Give the bytes of a request back to the allowance if its answer has no body."""
         if not has_body(answer):
             self._allowed_bytes += num_bytes
 
@@ -548,7 +565,8 @@ class Newcomer:
             self._give_back(answer, end - begin)
             download.wanted.append((begin, end))
             if answer is not None and answer.kind == Kind.GONE:
-                # Every donor's log loses the round: another look tells what is left.
+                # This log has lost the round, and the others will soon: drop the download, and
+                # let the next status tell which rounds are left.
                 if self._downloads.get(download.entry.fragment) is download:
                     del self._downloads[download.entry.fragment]
             return
@@ -578,23 +596,23 @@ class Newcomer:
             return
         piece.doubters.add(donor.name)
         if piece.source and len(piece.doubters) < 2:
-            # One of the two is wrong: a third donor, if there is one, decides.
+            # Either the source or this donor is wrong: a third donor, if there is one, decides.
             return
         if copy.was_ahead and not piece.source:
-            # The group has gone another way from before the checkpoint.
+            # The group has taken other outer steps than the checkpoint.
             self._refuse(copy)
         self._lose_all({piece.source})
         piece.forget()
         copy.num_dropped += 1
 
     def _lose_all(self, names: set[str]) -> None:
-        """Ask nothing more of donors that were wrong."""
+        """Ask nothing more of these donors, whose values were wrong."""
         for name in names & self._donors.keys():
             self._donors[name].lose(is_wrong=True)
 
 
 def _lacks(entry: LoggedRound, donor: Donor) -> bool:
-    """Whether a donor does not have a logged round, or says otherwise of the round."""
+    """Whether a donor's log does not have a round, or has another entry for it."""
     return donor.status is None or donor.status.log.get((entry.fragment, entry.number)) != entry
 
 

@@ -1,7 +1,8 @@
-"""A change of the group as an exchange sees it: connect, hear what was agreed on, settle, go on.
+"""A change of the group, as an exchange carries it out: connect, settle the old rounds, go on.
 
 The agreement of the group (``diloco_comm.group``) leads the change. A replica seals its epoch, and
-says how far it is (``positions_of``); the next record says which rounds count (``missed_in``).
+reports how far its rounds are (``positions_of``). The next record decides which rounds count, and
+``missed_in`` returns the ones that this replica has yet to apply.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from .own_link import Dial
 
 Groups = list[dist.ProcessGroupGloo] | list[_C.LinkGroup]
 
-# Seconds between two probes of an idle connection, and the most probes without an answer that Linux
-# takes. The kernel then ends a connection after an hour; a dead member is noticed long before.
+# Seconds between two probes of an idle connection, and after how many unanswered probes the kernel
+# ends the connection; Linux allows no more. So that takes an hour: the probes only keep connections
+# alive, and dead members are noticed otherwise.
 _PROBE_S, _PROBES = 30, 127
-# Seconds in which the members of an epoch connect: hosts that reach each other take milliseconds.
-# Groups of gloo cannot be given up before.
+# Longest seconds in which the members of an epoch must connect, over the link and over gloo. Hosts
+# that reach each other take milliseconds. Connecting over gloo cannot be stopped early.
 LIMIT_S, GLOO_LIMIT_S = 30.0, 10.0
-# Rounds of a fragment that a replica names; all before have ended on all members.
+# A replica reports on so many latest rounds of a fragment; all before have ended on all members.
 _NAMED = 16
 _HELD = ("voted", "agreed", "applied")
 
@@ -44,8 +46,8 @@ class Agreed:
     """The next epoch, and the rounds of the last one that count.
 
     Attributes:
-        decision: One stream for each fragment of this worker, by rising index; () for a replica
-            without state.
+        decision: For each fragment of this worker, by rising index, the rounds that count; () for
+            a replica that brings no outer state.
     """
 
     epoch: Epoch
@@ -54,12 +56,18 @@ class Agreed:
 
 @dataclass
 class Repair:
-    """A round that counts and that this replica has not applied.
+    """A round that counts and that this replica has yet to apply.
 
-    ``terms`` are laid out as ``layout``, the layout of a mean in the group at the time. A round
-    counts only when all survivors have voted, and a replica that votes has the whole result: the
-    terms are this replica's own, kept since its exchange ended. ``headers`` are the headers of that
-    group, in rank order; the own header alone where streams were given up before the others came.
+    A round counts only if all survivors have voted for it, and a replica that votes has the whole
+    result. So the payloads are this replica's own, kept since the exchange ended.
+
+    Attributes:
+        fragment, round: Index of the fragment, and number of the round.
+        terms: The mean, laid out as ``layout``.
+        layout: The layout of a mean in the group of that round.
+        headers: The headers of that group, in rank order; only the own header where an exchange
+            on streams was given up before the others came.
+        digest: Digest of the payloads.
     """
 
     fragment: int
@@ -79,12 +87,12 @@ class Change(Protocol):
     """One attempt to begin an epoch.
 
     Attributes:
-        members: All replicas of the next epoch, rising.
-        token: Names the attempt, equal on all members and unlike any other one.
-        store: Where groups of gloo and devices meet, under a prefix of this attempt; None over the
-            link. Reading this raises SyncError where the store does not answer.
-        ways: ``OwnLink.ways`` of each member's worker that is the peer of this one, in rank order;
-            () where the exchange does not travel over the link.
+        members: The numbers of all replicas of the next epoch, rising.
+        token: The unique name of the attempt, equal on all members.
+        store: The store at which gloo groups and devices connect, under a prefix of this attempt;
+            None over the link. Reading this raises SyncError if the store does not answer.
+        ways: In rank order, ``OwnLink.ways`` of each member's worker that is the peer of this one;
+            () if the exchange does not travel over the link.
     """
 
     @property
@@ -97,26 +105,32 @@ class Change(Protocol):
     def ways(self) -> Sequence[Mapping[str, str]]: ...
 
     def guard(self, seal: Callable[[], None], epoch: Callable[[], int]) -> None:
-        """Take functions for any thread: one ends the present epoch, one returns its number."""
+        """Take two functions, for any thread: one ends the present epoch, one returns its number.
+
+        The agreement calls ``seal`` when rounds under way are to fail.
+        """
         ...
 
     def is_void(self) -> bool:
-        """Whether this attempt comes to nothing, as another one has begun; from any thread."""
+        """Whether another attempt has replaced this one, so that it fails; from any thread."""
         ...
 
     def entered(self, failure: SyncError | None) -> Agreed:
-        """Say that all members are connected here, or why not; wait until the epoch may begin.
+        """Report whether this worker is connected to all members; wait until the epoch may begin.
 
-        All workers of a replica call this, whatever became of their connections.
+        All workers of a replica call this, also after a failure.
+
+        Args:
+            failure: Why this worker is not connected; None if it is.
 
         Raises:
-            SyncError: If this attempt comes to nothing.
+            SyncError: If this attempt fails.
         """
         ...
 
 
 def connect(member: Member, change: Change) -> Groups:
-    """Connect groups with the members of the next epoch; none where this replica is alone.
+    """Return groups that connect the members of the next epoch; [] if this replica is alone.
 
     Raises:
         SyncError: If a member did not connect in time, or is not let in.
@@ -144,10 +158,12 @@ def connect(member: Member, change: Change) -> Groups:
 
 
 def seal(member: Member) -> None:
-    """End what is under way for good: no vote leaves this replica or is heard any more. Idempotent.
+    """End all exchanges of the epoch for good; idempotent.
+
+    From now on no vote of this replica is sent, and no vote is received.
 
     Raises:
-        SyncError: If this replica's own device or engine does not come to an end.
+        SyncError: If the work of this replica's device or engine does not end.
     """
     try:
         member.seal()
@@ -162,7 +178,7 @@ def fragments_of(member: Member, last_rounds: Mapping[int, int]) -> list[int]:
 
 
 def positions_of(member: Member, last_rounds: Mapping[int, int]) -> Positions:
-    """Say how far a replica is that has sealed: one stream for each fragment, by rising index.
+    """Return how far the rounds of a sealed replica are: for each fragment, by rising index.
 
     Args:
         last_rounds: The last applied round of every fragment.
@@ -181,17 +197,18 @@ def _rounds_of(last: int, states: Mapping[int, str]) -> Rounds:
     first = max(0, end - _NAMED)
     bits = 0
     for number in range(first, end):
-        # Rounds up to the last applied one that are not named are applied.
+        # A round without a state is applied if it is not later than the last applied one.
         is_held = states[number] in _HELD if number in states else number <= last
         bits |= is_held << number - first
     return Rounds(first, end - first, bits)
 
 
 def missed_in(member: Member, fragments: Sequence[int], decision: Positions) -> list[Round]:
-    """Return the rounds that count and that this replica has not applied.
+    """Return the rounds that count and that this replica has yet to apply.
 
     Args:
-        fragments: The index of each fragment in the decision.
+        fragments: For each stream of the decision, the index of its fragment.
+        decision: The rounds that count.
     """
     missed: list[Round] = []
     if len(fragments) != len(decision):
@@ -216,9 +233,10 @@ def connect_gloo(
     gloo binds to GLOO_SOCKET_IFNAME, else to the host's address, else to loopback.
 
     Args:
-        store: Under a prefix of this group.
-        timeout: Seconds, to connect and of each collective.
-        name: For the error.
+        store: The store with a prefix that only this group has.
+        rank, size: Rank of this process in the group, and number of ranks.
+        timeout: Most seconds to connect, and of each collective.
+        name: How the error names the group.
 
     Raises:
         SyncError: If a peer did not connect in time.
@@ -259,7 +277,7 @@ def _socket_descriptors() -> set[tuple[int, str]]:
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
-            # The descriptor of the listing itself is closed by now.
+            # One entry is the descriptor of the listing itself, which is closed by now.
             with contextlib.suppress(OSError):
                 link = os.readlink(f"/proc/self/fd/{name}")
                 if link.startswith("socket:"):

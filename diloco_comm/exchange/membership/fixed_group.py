@@ -1,4 +1,4 @@
-"""A group whose members change when their callers demand so: ``change_group``.
+"""A fixed group: its members change only when their callers demand so by ``change_group``.
 
 The driver of the agreement runs at worker 0 of each replica; its table is on the replicas' store.
 """
@@ -44,22 +44,24 @@ logger = logger_of(__name__)
 
 # Seconds between two polls of the driver.
 PERIOD_S = 0.25
-# A store answers in milliseconds; a change fails where the store is silent for so long.
+# A change fails if the store is silent for so many seconds; stores answer in milliseconds.
 STORE_LIMIT_S = 10.0
-# Callers that retry with other members do so one after the other; a difference that lasts is real.
+# Callers that demand different members are an error only after so many seconds: callers that try
+# again with other members do so one after the other.
 _MISMATCH_PATIENCE_S = 3.0
-# Seconds for which a replica with other settings still answers the others.
+# Seconds for which a replica that is about to raise still tells the others its demand.
 _LINGER_S = 1.0
+# If this process was suspended, at most so many seconds of that time are counted.
 _LONGEST_LOOK_S = 2.0
-# Seconds for which training goes on without a store before that is logged.
+# Seconds for which the connection to the store is broken before that is logged.
 _LOST_S = 1.0
-# Seconds more for other members that fail to connect, and know why: gloo takes its time.
+# Seconds more to wait for other members that also fail to connect, and may know why.
 _CONNECT_S = 12.0
-# Seconds for which the pairs that are cut must stay the same: other members may find more.
+# Cut pairs are reported once they have stayed the same for so many seconds: members may find more.
 _CUTS_S = 2.0
-# Seconds after which a process beats again that has just come.
+# In the first seconds, a silent process is not called missing: it may have come just now.
 _BEATS_S = 1.0
-# How a replica that was left behind may take part again.
+# Advice in the error of a replica that was left behind.
 WAY_BACK = 'may come back as a newcomer: close this DiLoCo, then make a new one with init="join"'
 _VERSION = "diloco_comm"
 Wait = Callable[[], tuple[float, tuple[int, ...]]]
@@ -69,7 +71,9 @@ class FixedDriver(group.Driver):
     """Carry out the decisions of the core for a member of a fixed group.
 
     Args:
-        is_busy, wait: Whether rounds of the training thread are under way, and see ``Member.wait``.
+        arguments, options: As for ``group.driver.Driver``.
+        is_busy: Returns whether rounds of the training thread are under way.
+        wait: See ``Member.wait``.
         suspect_after: Seconds of silence after which a member is suspected.
     """
 
@@ -84,17 +88,18 @@ class FixedDriver(group.Driver):
         super().__init__(*arguments, **options)
         self._suspect_after, self._wait = suspect_after, wait
         self._is_busy, self._busy_since, self._logged_epoch = is_busy, 0.0, -1
-        # Seconds for which this process has run, and those when the table has answered last.
+        # Seconds for which this process has run without the time in which it was suspended; and
+        # their number when the table has answered last.
         self._ran_s = self._answered_s = 0.0
         self._demanded_at = time.monotonic()
-        # The store, for people.
+        # Where the store is, for people.
         self.place = ""
         # Why the rounds of the present record were broken off.
         self.cause = ""
 
     @property
     def table_silence(self) -> float:
-        """Seconds since the table has answered, or has become the table of this process."""
+        """Seconds since the last answer of the table, or since ``move`` to it."""
         return self._ran_s - self._answered_s
 
     @property
@@ -112,7 +117,7 @@ class FixedDriver(group.Driver):
         return waited, (silent or late) if waited else ()
 
     def again(self, members: tuple[int, ...], *, may_found: bool) -> None:
-        """Demand a group."""
+        """Demand a group with these members, for this caller; () for all that live."""
         self._demanded_at = time.monotonic()
         self.tell(st.Demanded(members, may_found))
 
@@ -125,15 +130,15 @@ class FixedDriver(group.Driver):
         super()._see(seen)
 
     def _poll(self) -> None:
-        # A stop of any length counts little: the table is not asked meanwhile.
+        # Time in which this process was suspended hardly counts: the table was not asked then.
         self._ran_s += min(time.monotonic() - self._last_poll, _LONGEST_LOOK_S)
         super()._poll()
         self._note_cuts()
 
     def _note_cuts(self) -> None:
-        """Let the place of this process say to which members there is no way, before a change.
+        """Publish which members this process cannot reach, while the group changes.
 
-        The training thread may still connect in vain.
+        The training thread may still be trying to connect to them.
         """
         state, lost = self.state, self.state.life.dead | self.state.life.suspected
         is_changing = state.demand is not None or state.stage in (Stage.SEALING, Stage.SEALED)
@@ -144,7 +149,7 @@ class FixedDriver(group.Driver):
                 self._step(st.Broke(state.number, cut))
 
     def _break_off_silent_round(self) -> None:
-        """Let rounds fail that wait for a member that has ended, or that is not heard any more."""
+        """Let rounds under way fail if a member has ended, or is not heard any more."""
         self._tell_of_lost_store()
         if not self._is_busy():
             self._busy_since = 0.0
@@ -156,7 +161,8 @@ class FixedDriver(group.Driver):
         cut = [key for key in self.signs.unreachable(self._base()) if key.nonce not in lost]
         is_inside = self.state.stage in (Stage.TRAINING, Stage.SEALING)
         if (lost or cut) and is_inside and now - self._busy_since > 2 * self._period_s:
-            # The table hears of a process that is cut off, and not of one that stands still.
+            # A member that is only cut off still beats in the table; one that stands still does
+            # not.
             away = {key.nonce for key in cut if self.signs.beats(key)}
             quiet = lost - life.dead | {key.nonce for key in cut} - away
             silent = [key.number for key in self._base() if key.nonce in quiet]
@@ -186,7 +192,7 @@ class FixedDriver(group.Driver):
         return time.monotonic() - since if since else 0.0
 
     def _note_loss(self, error: Any) -> None:
-        """Note that the store is away; the training thread says so when it matters."""
+        """Note that the store does not answer; ``change_group`` raises if that matters."""
         self.loss = error
         self._say_whether_cut_off()
 
@@ -215,16 +221,17 @@ class FixedDriver(group.Driver):
 
 
 class FixedGroup(Follower):
-    """Lead one replica, or one worker of it, through the groups that its callers demand.
+    """Takes one worker of a replica through the groups that its callers demand.
 
     Args:
         member: The exchange.
-        share: A part in the link over which the driver speaks.
-        workers: The other workers of this replica; None without any.
-        store: The store of the exchange; the store of worker 0 has the table.
+        share: A share of the link that carries the driver's messages.
+        workers: The workers of this replica; None if this one is alone.
+        store: The store of the exchange; the table is on the store of worker 0.
         board: See ``Exchange``.
-        is_busy, wait, is_dead: Whether rounds of the exchange are under way, see ``Member.wait``,
-            and whether its epoch has failed; from any thread.
+        is_busy: Returns whether rounds of the exchange are under way; from any thread.
+        wait: See ``Member.wait``.
+        is_dead: Returns whether the epoch of the exchange has failed; from any thread.
         figures: See ``Driver``.
     """
 
@@ -254,26 +261,32 @@ class FixedGroup(Follower):
         self._is_dead, self._figures = is_dead, figures
         self._demand: tuple[int, ...] = ()
         self._conflict_since = self._runs_since = 0.0
-        # Pairs that are cut, since when they are known to be these, and whether a key is refused.
+        # The pairs of members that cannot reach each other, when these were found, and a sentence
+        # if the reason is a refused key.
         self._cuts: list[tuple[int, int]] = []
         self._cuts_since, self._refusal = 0.0, ""
         self._attendance = Attendance(())
-        # The counter of the first beat that was read of each process with the number of this one.
+        # For each other process with this replica's number: the counter of its first beat here.
         self._first_counters: dict[bytes, int] = {}
-        # The peers of this worker in the present record: number, process, and link.
+        # The peers of this worker in the present record: process, and nonce of its link.
         self._peers: tuple[tuple[Key, str], ...] = ()
         self._verdict: Verdict | None = None
         self._driver: FixedDriver | None = None
 
     @property
     def driver(self) -> FixedDriver | None:
-        """The driver; None at other workers than worker 0, and before the first group."""
+        """The driver of the agreement; None at workers other than 0, and before the first group."""
         return self._driver
 
     # ------------------------------------------------------------------------------ changing
 
     def change(self, members: Sequence[int] | None, attempt: Attempt[T], seal: Seal) -> T:
-        """Go on with these members; None for all that live. Return the result of ``attempt``.
+        """Form a group with these members, as the caller demands; return ``attempt``'s result.
+
+        Args:
+            members: Numbers of the replicas; None for all that live.
+            attempt: Takes part in an attempt; called until one succeeds.
+            seal: Ends the rounds of the present group, see ``Seal``.
 
         Raises:
             ReplicaMismatch: If a member has other settings, or its caller demands other members.
@@ -331,9 +344,9 @@ class FixedGroup(Follower):
         return StoreTable(store, self._line_name)
 
     def left_out(self) -> LeftBehind | None:
-        """Return the error of this replica if the others went on without it; None if they did not.
+        """Return the error to raise if the others went on without this replica, else None.
 
-        All workers of the replica call this.
+        A collective call of the replica's workers.
         """
         driver, until = self._driver, time.monotonic() + _LINGER_S
         while driver is not None and driver.fence is None and time.monotonic() < until:
@@ -344,14 +357,14 @@ class FixedGroup(Follower):
         return self._left_behind(fence) if is_fenced else None
 
     def move(self, store: dist.Store) -> None:
-        """Go on at another store."""
+        """Use another store, with a table of its own, from now on."""
         self._store = store
         if self._driver is not None:
             self._driver.move(self._table_at(store))
             self._driver.place = describe_store(store)
 
     def close(self, inner_step: int, patience_s: float) -> None:
-        """Tell the others that this replica has left; idempotent."""
+        """Tell the others that this replica has left, at this inner step; idempotent."""
         if self._driver is not None:
             self._driver.inner_step = max(inner_step, -1)
             self._driver.close(patience_s)
@@ -359,11 +372,14 @@ class FixedGroup(Follower):
             self._mates.close()
 
     def _find_missing(self, error: SyncError) -> None:
-        """Find out who has died, where connecting has failed for no other reason."""
+        """Add the missing members to the error of a failed attempt to connect, if they are found.
+
+        Waits for a while, unless the error names them already.
+        """
         driver = self._driver
         if driver is None or error.stage != "connect" or error.cuts or error.missing:
             return
-        # Another member may fail to connect later, and know why.
+        # Another member may fail to connect later, and may know why.
         more = _CONNECT_S if self._uses_store else min(self._suspect_after, _CONNECT_S)
         began = time.monotonic()
         wanted = set(self._demand) or _living(driver.state)
@@ -394,7 +410,7 @@ class FixedGroup(Follower):
         return nullcontext() if self._workers is None else self._workers.all_workers()
 
     def has_state(self) -> None:
-        """Note that this replica holds the state of its group."""
+        """Tell the agreement that this replica now holds the outer state of its group."""
         if self.view is not None:
             self._tell(st.Started(self.view.number))
 
@@ -408,7 +424,7 @@ class FixedGroup(Follower):
         now = time.monotonic()
         self._conflict_since = self._conflict_since or now
         is_over = order.other is not None or now - self._conflict_since >= _MISMATCH_PATIENCE_S
-        # The patience of the others ends later: they must hear of this demand until then.
+        # The others may raise later: demand again for a while, so that they hear this demand, too.
         for _ in range(round(_LINGER_S / PERIOD_S) if is_over else 1):
             time.sleep(PERIOD_S)
             driver.again(self._demand, may_found=not self._joins)
@@ -441,7 +457,7 @@ class FixedGroup(Follower):
         return replace(late, reason=text)
 
     def _training_has_ended(self, driver: FixedDriver) -> str:
-        """Return in a sentence that all members of the last group have ended; "" if not."""
+        """Return the text of an error if all members of the last group have ended; else ""."""
         record = driver.state.in_table
         gone = {key for key, beat in (driver.beats or {}).items() if beat.is_gone}
         if record is None or not {*record.members} <= gone:
@@ -467,7 +483,7 @@ class FixedGroup(Follower):
         return f"replicas {list(members)}"
 
     def _is_taken(self, driver: FixedDriver) -> Ended | None:
-        """Return why this process ends, where another one has its number."""
+        """Return the end of this process if another living process has its number; else None."""
         if self.view is not None or driver.beats is None:
             return None
         own, counters = driver.state.key, driver.signs.counters()
@@ -481,7 +497,7 @@ class FixedGroup(Follower):
                 continue
             first = self._first_counters.setdefault(nonce, counters[nonce])
             if counters[nonce] < first + 2:
-                # The last beat of a process that has died may be read late.
+                # One beat may be the last of a process that has died: wait for two more.
                 continue
             is_older = beat.place.entered or counters[nonce] > driver._counter
             if is_older or (counters[nonce] == driver._counter and nonce < own.nonce):
@@ -489,7 +505,7 @@ class FixedGroup(Follower):
         return None
 
     def _runs_already(self, driver: FixedDriver) -> Ended | None:
-        """Return why a founder ends, whose group trains already."""
+        """Return the end of a founder's wait if its group trains already; else None."""
         why, now = driver.waiting_for, time.monotonic()
         if self.view is not None or self._joins or "runs already" not in why:
             self._runs_since = 0.0
@@ -500,7 +516,7 @@ class FixedGroup(Follower):
         return Ended("runs", re.sub(r"^until (.*) has ended, which (runs already)", r"\1 \2", why))
 
     def _apart(self, driver: FixedDriver) -> Ended | None:
-        """Return why a group cannot be formed whose members live, and do not reach each other."""
+        """Return the end of the wait if living members cannot reach each other; else None."""
         roster = Roster(driver.state)
         living = [key for key in roster.base if roster.lives(key)]
         known = {key.number: key for key in (*roster.newcomers, *living)}
@@ -508,7 +524,7 @@ class FixedGroup(Follower):
         names = {key.nonce: key.number for key in keys}
         told = [(names[a], names[b]) for a, b in roster.cuts() if a in names and b in names]
         found = {(min(pair), max(pair)) for pair in told}
-        # Members that have left since have raised this error.
+        # A member that has left since may have raised this same error: keep the pairs with it.
         left = {key.number for key, beat in (driver.beats or {}).items() if beat.is_gone}
         left &= set(self._demand) - known.keys()
         pairs = [pair for pair in self._cuts if left & set(pair)]
@@ -527,7 +543,7 @@ class FixedGroup(Follower):
         return Ended("connect", text, missing, tuple(whole), tuple(cuts))
 
     def _key_refused(self, driver: FixedDriver) -> str:
-        """Return why this replica's key store refuses members, in a sentence; "" if it does not."""
+        """Return a sentence if this replica does not let in the keys of members; else ""."""
         gone, keys = driver.state.life.dead, dict[int, str]()
         for key in driver.beats or {}:
             is_there = driver.signs.is_fresh(key.nonce) and key.nonce not in gone
@@ -536,7 +552,7 @@ class FixedGroup(Follower):
         return self._share.link.refusal_of(self.replica, list(keys), list(keys.values()))[0]
 
     def _none_trains(self, driver: FixedDriver, seconds: float) -> Ended | None:
-        """Return why a newcomer ends that has met newcomers alone."""
+        """Return the end of a newcomer's wait if all members have come to join; else None."""
         state = driver.state
         limit = min(self._join_timeout, self._timeout) if len(self._demand) > 1 else 0.0
         if not self._joins or self.view is not None or state.is_blind or seconds < limit:
@@ -578,7 +594,7 @@ class FixedGroup(Follower):
 
     def _has_failed(self, error: Void) -> None:
         if error.stage == "connect":
-            # The reason of the replica that failed first says more than that it did not come.
+            # The replica that failed first knows the reason; the others only miss a connection.
             agreed = "" if self._driver is None or error.cuts else self._driver.state.failure
             raise SyncError(agreed or str(error), stage="connect", cuts=error.cuts)
 
@@ -586,14 +602,14 @@ class FixedGroup(Follower):
         return dist.PrefixStore(f"groups/{attempt_text(chosen.name)}", self._store)
 
     def _epoch_of(self, record: Record) -> Epoch:
-        # A newcomer that founds has no state to be given, and one that joins finds none.
+        # Where the group is founded, nobody has joined: there is no outer state to copy yet.
         epoch = super()._epoch_of(record)
         if record.source is None or self._joins:
             return epoch
         return Epoch(epoch.number, epoch.members, agreed_step=epoch.agreed_step)
 
     def entered(self, chosen: Chosen) -> None:
-        """Note the members of an attempt that is about to begin."""
+        """Note the peers of this worker in the record of an attempt on which all have agreed."""
         nonces = [ways[self._rank].nonce if self._rank < len(ways) else "" for ways in chosen.ways]
         self._peers = tuple(zip(chosen.members, nonces, strict=True))
         self._verdict = None
@@ -603,7 +619,7 @@ class FixedGroup(Follower):
             threading.Thread(target=self._reach, args=(chosen,), daemon=True).start()
 
     def _reach(self, chosen: Chosen) -> None:
-        """Let the link of this worker hear the peers of it; a name server may take its time."""
+        """Connect this worker's link to its peers; on a thread, as name servers may be slow."""
         ways = [ways[self._rank].words for ways in chosen.ways if self._rank < len(ways)]
         peers = [words for words in ways if words[0] != self._share.link.nonce]
         with suppress(RuntimeError):  # The link was closed.
@@ -617,9 +633,9 @@ class FixedGroup(Follower):
     # ---------------------------------------------------------------------------------- errors
 
     def blame(self, error: SyncError) -> SyncError:
-        """Return the error of a failed round with the replicas that are missing, and that live.
+        """Return the error of a failed round with the missing and the living replicas.
 
-        The first error of an epoch is judged, and the same is said of the others.
+        The verdict is found for the first error of an epoch; later errors repeat it.
         """
         is_own = isinstance(error, NonFiniteError | ReplicaMismatch | LeftBehind)
         if is_own or not self._peers or not self._is_dead():
@@ -653,12 +669,14 @@ class FixedGroup(Follower):
 
 
 class Attendance:
-    """For how long a caller waits for each of the members that it demands.
+    """Decides when a caller has waited long enough for the members that it demands.
 
     Args:
-        timeout: Seconds for all.
-        unheard: For a member that is not heard.
-        silence: For a member that was here, and is heard no more.
+        members: Numbers of the demanded members.
+        timeout: Most seconds of the whole wait.
+        unheard: Seconds for a member that was never heard.
+        silence: Seconds for a member that was heard, and has fallen silent.
+        replica: Number of this replica.
     """
 
     def __init__(
@@ -677,9 +695,14 @@ class Attendance:
         self._total, self._last = 0.0, time.monotonic()
 
     def end(self, driver: FixedDriver, subject: str) -> Ended | None:
-        """Return why the caller waits no longer."""
+        """Return the end of the wait if it has been long enough; else None.
+
+        Args:
+            driver: Knows which members live.
+            subject: How the error names the demanded members.
+        """
         now = time.monotonic()
-        # A stop of any length counts little.
+        # Time in which this process was suspended hardly counts.
         passed, self._last = min(now - self._last, _LONGEST_LOOK_S), now
         self._total += passed
         here = _living(driver.state)
@@ -708,7 +731,7 @@ class Attendance:
         )
 
     def describe(self, driver: FixedDriver) -> str:
-        """Name the members that are waited for."""
+        """Return words for the log that name the members for which the caller waits."""
         here, parts = _living(driver.state), []
         for member, away in self._away.items():
             if member not in here:
@@ -728,7 +751,7 @@ def _living(state: st.State) -> set[int]:
 
 
 def none_trains(members: Sequence[int]) -> str:
-    """Say that all members have come to join, and none trains."""
+    """Return the error message for members that have all come to join: none trains."""
     return (
         f"all members {list(members)} came to join and none trains yet: start with "
         'init="broadcast", and join replicas that call change_group'
@@ -764,7 +787,7 @@ def _shown(member: Member) -> str:
 
 
 def _texts_of(shown: str) -> dict[str, str]:
-    """Return the text of each setting, for a sentence."""
+    """Return each setting's value as text, by name, for error messages."""
     return {
         name: value if name == _VERSION and isinstance(value, str) else json.dumps(value)
         for name, value in json.loads(shown).items()
@@ -772,7 +795,7 @@ def _texts_of(shown: str) -> dict[str, str]:
 
 
 def _alike(shown: str) -> str:
-    """Return the settings that must be equal on all members."""
+    """Return the settings that must be equal on all members, as sorted JSON."""
     settings = json.loads(shown)
     del settings[_VERSION]
     return json.dumps(settings, sort_keys=True)

@@ -1,7 +1,8 @@
-"""How one replica, or one worker of it, follows the agreement of its group.
+"""The follower: lets the training threads of a replica carry out the orders of the agreement.
 
-The driver of the agreement runs at worker 0 of a replica. The training threads of all workers hear
-its orders together: they seal their rounds, connect to their peers, and enter the next record.
+The driver of the agreement runs at worker 0 of a replica. Worker 0 passes the driver's orders on,
+and all workers carry them out together: they seal their rounds, connect to their peers at the
+other replicas, and enter the next record.
 """
 
 from __future__ import annotations
@@ -34,19 +35,20 @@ from .own_link import LinkShare
 logger = logger_of(__name__)
 
 T = TypeVar("T")
-# Takes part in an attempt to enter a record.
+# A caller's function that takes part in an attempt to enter a record.
 Attempt = Callable[["GroupChange"], T]
-# Ends the rounds of the present record for good, once those under way have ended where the argument
-# says so. Returns how far they are, the inner step, and whether all have all votes and good ones.
+# A caller's function that ends the rounds of the present record for good; with the argument True,
+# after the rounds under way have ended. It returns how far the rounds are, the inner step, and
+# whether every round has all votes and these are yes.
 Seal = Callable[[bool], tuple[Positions, int, bool]]
-# How often the workers of a replica hear from worker 0, which speaks for the replica.
+# Seconds between two calls in which the workers of a replica hear from worker 0.
 HEAR_S = 1.0
-# Seconds to wait for the place of a member whose beat this process has not read yet.
+# Seconds to wait for the addresses of a member whose beat this process has not read yet.
 _PLACES_S, _POLL_S = 5.0, 0.02
 
 
 _LISTEN_S, _REACH_AGAIN_S = 0.5, 3.0
-# Messages of worker 0: the epoch whose rounds are broken off, or the attempt that is given up.
+# Messages of worker 0 to the others: break off the rounds of this epoch, or give up this attempt.
 _EPOCH, _GIVEN_UP = struct.Struct("<q"), struct.Struct("<16sI")
 
 
@@ -61,7 +63,7 @@ class Workers(Protocol):
         ...
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
-        """Say for each flag whether any worker has set the flag; a collective call."""
+        """Return for each flag whether any worker has set it; a collective call."""
         ...
 
     def all_workers(self) -> AbstractContextManager[None]:
@@ -70,16 +72,18 @@ class Workers(Protocol):
 
 
 class Void(SyncError):
-    """An attempt has come to nothing, and nothing has changed."""
+    """An attempt to change the group has failed before all members agreed: nothing has changed."""
 
 
 class Chosen(NamedTuple):
-    """An attempt that is to enter a record, as worker 0 tells all workers of its replica.
+    """An attempt to enter a record, as worker 0 announces it to the workers of its replica.
 
     Attributes:
-        ways: The ways to each member's workers, in the order of the members.
-        stores: The store at which each member is found; "" for none.
-        record: None where the members have yet to agree.
+        name: The name of the attempt.
+        members: The members of the record.
+        ways: For each member, the addresses of the links of its workers.
+        stores: For each member, the address of its store; "" for none.
+        record: The record, if the members have agreed on it; None before.
     """
 
     name: AttemptName
@@ -93,7 +97,8 @@ class GroupChange:
     """One attempt of this worker to enter a record; see ``change.Change``.
 
     Attributes:
-        record: None before all members have agreed.
+        chosen: The attempt.
+        record: The record; None before all members have agreed on it.
     """
 
     def __init__(
@@ -133,10 +138,10 @@ class GroupChange:
 
     @property
     def role(self) -> str:
-        """The part of this replica in the record: "change", "join" or "broadcast".
+        """The way in which this replica enters the record: "change", "join" or "broadcast".
 
-        "join": it takes the state of a member that has the state; "broadcast": all take the state
-        of the record's source.
+        "change": it brings the outer state; "join": it copies the outer state from a member;
+        "broadcast": all members copy the outer state of the record's source.
         """
         assert self.record is not None
         if self._group.replica not in self.record.joined:
@@ -145,7 +150,7 @@ class GroupChange:
 
     @property
     def source_rank(self) -> int:
-        """Rank of the member whose state all take; 0 where there is none."""
+        """Rank of the member whose outer state all copy; 0 if the record has no source."""
         assert self.record is not None
         source = self.record.source
         return 0 if source is None else self.record.numbers.index(source)
@@ -165,13 +170,13 @@ class GroupChange:
 
 
 class Follower:
-    """Lead one replica, or one worker of it, from record to record.
+    """Takes one worker of a replica from record to record; a base class.
 
     Args:
-        workers: The workers of this replica; worker 0 speaks for the replica.
-        share: The part of this object in the link of this process.
-        uses_store: Groups of gloo or of devices connect at a store.
-        name: The name of this object's messages, equal on all replicas.
+        workers: The workers of this replica; None if this one is alone.
+        share: This object's share of the link of this process.
+        name: The name of this object's messages on the link, equal on all replicas.
+        uses_store: Gloo groups, or devices, connect at a store.
 
     Attributes:
         replica: This replica's number; -1 before it is known.
@@ -188,11 +193,11 @@ class Follower:
         self._uses_store = uses_store
         self.view: Record | None = None
         self.replica = -1
-        # The record that was agreed on last, until its decision is applied.
+        # The last record that was agreed on, while its decision has yet to be applied here.
         self._unsettled: Record | None = None
-        # Since when the training thread waits for the next record.
+        # When the training thread began to wait for the next record.
         self._began = 0.0
-        # An order that was heard during an attempt, and ends it.
+        # An order that came during an attempt and ended the attempt: it is carried out next.
         self._next: tuple[Any, Chosen | None] | None = None
         # The attempt that this worker has tried last.
         self._tried: AttemptName | None = None
@@ -250,7 +255,7 @@ class Follower:
 
     @contextlib.contextmanager
     def doing(self, phase: str) -> Iterator[None]:
-        """Run a block in which this replica is in a phase, see ``DiLoCo.doing``."""
+        """Run a block during which the others see this replica in a phase, see ``DiLoCo.doing``."""
         driver = self._driver
         before = "" if driver is None else driver.phase
         self._note(phase)
@@ -259,11 +264,11 @@ class Follower:
         finally:
             self._note(before)
             if driver is not None and driver.waits_since and phase != EXCHANGE:
-                # It has waited for nobody meanwhile.
+                # This replica has waited for nobody in the block.
                 driver.waits_since = time.monotonic()
 
     def _note(self, phase: str) -> None:
-        """Let the others know what this replica does."""
+        """Tell the others the phase of this replica."""
         driver = self._driver
         if driver is not None:
             driver.signs.set_progress(driver.inner_step, phase)
@@ -272,7 +277,15 @@ class Follower:
     # ------------------------------------------------------------------- from record to record
 
     def _attempt_until_done(self, attempt: Attempt[T], seal: Seal, began: float) -> list[T]:
-        """Return what the attempt that succeeds has returned; nothing if this replica has left."""
+        """Carry out orders until an attempt succeeds; return its result in a list.
+
+        The list is empty if this replica has left its group.
+
+        Args:
+            attempt: Called for each attempt.
+            seal: Called for each order to stop.
+            began: Monotonic time at which the caller began to wait.
+        """
         self._began = began
         while True:
             order, chosen = self._next_order(began)
@@ -285,10 +298,10 @@ class Follower:
             if chosen is None:
                 continue
             if chosen.record is None and chosen.name == self._tried:
-                # Its proposer has yet to hear that it has failed.
+                # This attempt has failed here, and its proposer has yet to hear so: wait.
                 continue
             self._tried = chosen.name
-            # The decision of a record counts also where this replica does not connect.
+            # The decision of a record holds even if this replica fails to connect for it.
             self._unsettled = chosen.record or self._unsettled
             results, unreported = [], None
             change = self._change_of(chosen)
@@ -312,7 +325,7 @@ class Follower:
                 continue
             except BaseException:
                 if change.record is None:
-                    # A Ctrl-C: groups of this attempt may be there, and are not made again.
+                    # Such as a Ctrl-C: groups of this attempt may exist, and cannot be made twice.
                     self._is_interrupted(chosen)
                 self._broke(change.record, None)
                 raise
@@ -325,7 +338,7 @@ class Follower:
             return results
 
     def _sealed(self, seal: Seal, *, is_patient: bool) -> tuple[Positions, int, bool]:
-        """End the rounds of all workers for good; see ``Seal``."""
+        """Call ``seal`` on all workers; return the replica's result, see ``Seal``."""
         try:
             own: Any = seal(is_patient)
         except Exception as error:
@@ -340,7 +353,7 @@ class Follower:
         return positions, ends[0][1], all(has_votes for _, _, has_votes in ends)
 
     def _broke(self, record: Record | None, error: SyncError | None) -> None:
-        """Tell the others that this replica has stopped in a record."""
+        """Tell the agreement that a round of ``record`` has failed, and which members are lost."""
         if self._driver is None or record is None:
             return
         cuts, dead = lost_members(error, self.replica)
@@ -351,10 +364,13 @@ class Follower:
     # ------------------------------------------------------------------------------- orders
 
     def _next_order(self, began: float) -> tuple[Any, Chosen | None]:
-        """Wait for what this replica is to do next; None when it has left.
+        """Wait for the next order of the agreement; return it, and the attempt that it names.
+
+        Returns:
+            None, None if this replica has left.
 
         Raises:
-            SyncError: This replica's part in the group ends, or its caller waits no longer.
+            SyncError: If this replica's part in the group has ended, or its caller waits no longer.
         """
         log = WaitLog()
         while True:
@@ -368,7 +384,11 @@ class Follower:
             log.tick(lambda waiting=waiting: self._awaited(waiting))  # type: ignore[misc]
 
     def _hear(self, began: float | None = None) -> tuple[Any, Chosen | None, str]:
-        """Return the next order, what it chooses, and what worker 0 waits for; all workers call."""
+        """Return the next order if one comes soon; a collective call of all workers.
+
+        Returns:
+            The order or None, the attempt that it names or None, and the reason why worker 0 waits.
+        """
         if self._next is not None:
             (order, chosen), self._next = self._next, None
             return order, chosen, ""
@@ -386,11 +406,11 @@ class Follower:
         return order, chosen, waits
 
     def _wait_for_order(self, driver: Driver) -> Any:
-        """Wait a moment for an order."""
+        """Return the driver's next order; None if none comes within ``HEAR_S``."""
         return driver.next_order(HEAR_S)
 
     def _chosen(self, driver: Driver, order: st.Connect | st.Enter) -> Chosen:
-        """Return an attempt with the places of its members."""
+        """Return the attempt of an order, with the addresses of its members."""
         record = order.record if isinstance(order, st.Enter) else None
         name, members = (
             (order.attempt, order.members)
@@ -408,7 +428,7 @@ class Follower:
         return Chosen(name, members, ways, stores, record)
 
     def _change_of(self, chosen: Chosen) -> GroupChange:
-        """Connect this worker to the store of an attempt, where one is needed."""
+        """Return an attempt for this worker, connected to the attempt's store if one is needed."""
         store: dist.Store | None = None
         failure: SyncError | None = None
         if self._uses_store and len(chosen.members) > 1:
@@ -421,12 +441,16 @@ class Follower:
     # -------------------------------------------------------------------------- an attempt
 
     def wait_until_entered(self, chosen: Chosen, failure: SyncError | None) -> Record:
-        """Say how connecting went at all workers; return the record once all members have agreed.
+        """Report whether all workers are connected; return the record once all members agree.
+
+        Args:
+            chosen: The attempt.
+            failure: Why this worker is not connected; None if it is.
 
         Raises:
-            Void: If the attempt comes to nothing.
+            Void: If the attempt fails.
             ReplicaMismatch: If a member does not let in the key of this newcomer.
-            SyncError: If the members have agreed, and a worker of this replica is not connected.
+            SyncError: If the members have agreed, but a worker of this replica is not connected.
         """
         cut = self._cut_off(chosen, failure)
         is_over = self._driver is not None and self._driver.has_order
@@ -450,10 +474,10 @@ class Follower:
         return self._wait_for_record(chosen)
 
     def _refuse(self, text: str, failure: SyncError | None) -> None:
-        """Raise where an attempt is to end all attempts."""
+        """Raise if this failure to connect ends all attempts; overridden."""
 
     def is_void(self, name: AttemptName) -> bool:
-        """Whether the attempt of this name, which is under way, comes to nothing."""
+        """Whether a further order has replaced the attempt of this name, which is under way."""
         driver, mates = self._driver, self._mates
         if driver is None:
             return mates is not None and mates.given_up == name
@@ -473,7 +497,7 @@ class Follower:
             log.tick(lambda waiting=waiting: f"the other members, {waiting}")  # type: ignore[misc]
 
     def _cut_off(self, chosen: Chosen, failure: SyncError | None) -> list[bytes]:
-        """Return the nonces of members to which this worker has no way."""
+        """Return the nonces of the members that this worker cannot reach."""
         if failure is None:
             return []
         cuts, _ = lost_members(failure, self.replica)
@@ -489,7 +513,7 @@ class Follower:
         return found
 
     def agreed(self, record: Record) -> Agreed:
-        """Return the epoch of a record, and what counts of this worker's rounds."""
+        """Return the epoch of a record, and which of this worker's rounds count."""
         self._unsettled = record
         epoch = self._epoch_of(record)
         if self.replica in record.joined or not record.decision:
@@ -505,7 +529,7 @@ class Follower:
 
     @property
     def unsettled(self) -> Agreed | None:
-        """The agreement whose decision is still to be applied; None for none."""
+        """The last agreement, while its decision has yet to be applied here; else None."""
         return None if self._unsettled is None else self.agreed(self._unsettled)
 
     def has_settled(self) -> None:
@@ -515,15 +539,19 @@ class Follower:
     # --------------------------------------------------- for groups whose membership changes so
 
     def _awaited(self, waiting: str) -> str:
-        """Return words for the log: the thing that is waited for; "" for nothing."""
+        """Return words for the log about this wait; "" to log nothing.
+
+        Args:
+            waiting: The reason that the agreement gives.
+        """
         return waiting
 
     def _end_of_wait(self, driver: Driver, began: float) -> Ended | None:
-        """Return the reason for which this replica waits no longer; at worker 0."""
+        """Return why this replica waits no longer; None while it waits. Called at worker 0."""
         return None
 
     def _error_of(self, end: Ended) -> SyncError:
-        """Return the error to raise on this replica, whose part in the group has ended so."""
+        """Return the error to raise after this end of this replica's part in the group."""
         return SyncError(end.reason)
 
     def _goes_on_after(self, error: SyncError) -> bool:
@@ -531,17 +559,23 @@ class Follower:
         return False
 
     def _is_interrupted(self, chosen: Chosen) -> None:
-        """Note an attempt that an error of the program has ended."""
+        """Called when a Ctrl-C, or an error of the program, has ended an attempt."""
 
     def _has_failed(self, error: Void) -> None:
-        """Note an attempt that came to nothing, which may end all attempts."""
+        """Called when an attempt has failed; may raise, to end all attempts."""
 
     def _meeting_place(self, chosen: Chosen) -> dist.Store:
-        """Return the store at which the members of an attempt connect, under its prefix."""
+        """Return the store at which the members of an attempt connect, with its prefix."""
         raise NotImplementedError
 
     def _begun(self, record: Record, before: Record | None, began: float) -> None:
-        """Note that this replica trains in a record."""
+        """Called when this replica trains in a record.
+
+        Args:
+            record: The record.
+            before: The record before; None for the first.
+            began: Monotonic time at which the wait for the record began.
+        """
 
 
 def attempt_text(name: AttemptName) -> str:
@@ -550,20 +584,20 @@ def attempt_text(name: AttemptName) -> str:
 
 
 def way_of(share: LinkShare) -> Way:
-    """Return the way to the link of a share."""
+    """Return the address of the link of a share."""
     ways = share.link.ways()
     return Way(*[ways[name] for name in ("link", "address", "link key", "relay")])
 
 
 def are_keys_refused(error: SyncError | None, replica: int) -> bool:
-    """Whether ``replica`` does not let in a member's key, or a member the key of ``replica``."""
+    """Whether connecting failed as ``replica`` refuses a member's key, or a member refuses its."""
     if error is None or error.stage != "connect":
         return False
     return any(replica in pair for pair in error.cuts)
 
 
 def lost_members(error: SyncError | None, replica: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the members to which ``replica`` has no way, and those that seem dead."""
+    """Return the members that ``replica`` cannot reach, and the missing ones, after an error."""
     if error is None:
         return (), ()
     cuts = {one for pair in error.cuts if replica in pair for one in pair}
@@ -571,16 +605,16 @@ def lost_members(error: SyncError | None, replica: int) -> tuple[tuple[int, ...]
 
 
 class Mates:
-    """The workers of one replica, over their links; worker 0 speaks, and the others listen.
+    """Messages of worker 0 to the other workers of its replica, over their links.
 
-    A round of another worker may wait for a replica that has stopped. The agreement of the group,
-    at worker 0, finds that out.
+    Only worker 0 runs the agreement. When a replica has died, rounds of the other workers may wait
+    for it, and worker 0 lets these rounds fail.
 
     Args:
         link: The link of this worker.
-        ways: To the links of all workers.
+        ways: The addresses of the links of all workers, by rank.
         rank: The rank of this worker.
-        service: Names the messages, equal on all workers of this replica, and on no other.
+        service: The name of these messages on the link; no other replica has the same.
 
     Attributes:
         given_up: The attempt that worker 0 has given up last.
@@ -599,15 +633,15 @@ class Mates:
         self._thread.start()
 
     def guard(self, seal: Callable[[], None], epoch: Callable[[], int]) -> None:
-        """Call ``seal`` when worker 0 breaks the rounds of ``epoch`` off."""
+        """Call ``seal`` when worker 0 breaks off the rounds of the present epoch, ``epoch()``."""
         self._seal, self._epoch = seal, epoch
 
     def break_off(self, epoch: int) -> None:
-        """Break off the rounds of the other workers in an epoch; at worker 0."""
+        """Let worker 0 break off the rounds of the other workers in an epoch."""
         self._tell(_EPOCH.pack(epoch))
 
     def give_up(self, name: AttemptName) -> None:
-        """Let the other workers give up an attempt; at worker 0."""
+        """Let worker 0 make the other workers give up an attempt."""
         self._tell(_GIVEN_UP.pack(*name))
 
     def _tell(self, message: bytes) -> None:
@@ -636,12 +670,12 @@ class Mates:
             self._link.reach(self._service, [])
 
     def _take(self, message: bytes) -> None:
-        """Do what worker 0 says; a word about another epoch or attempt than the present is late."""
+        """Carry out a message of worker 0; one about a former epoch has no effect."""
         if len(message) == _GIVEN_UP.size:
             self.given_up = AttemptName(*_GIVEN_UP.unpack(message))
         elif len(message) == _EPOCH.size and _EPOCH.unpack(message)[0] == self._epoch():
             try:
                 self._seal()
             except RuntimeError as error:
-                # Later words are of other rounds.
+                # Go on listening: a later message may be about other rounds.
                 logger.warning("a round could not be broken off: %s", error)

@@ -1,4 +1,4 @@
-"""This replica as a member of a group: its epoch, store and engine, and small messages."""
+"""``Member``: this replica's epoch, store and engine, and its small messages to the others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = logger_of(__name__)
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of an ``Exchange``, checked; times are in seconds."""
+    """The arguments of an ``Exchange`` after ``checked``; times are in seconds."""
 
     lanes: int
     window: int
@@ -74,7 +74,7 @@ class Options:
         relay: str | None,
         proxy: str | None,
     ) -> Options:
-        """Check the options; the environment has the values of options that are None.
+        """Return the checked options; an option that is None gets its value from the environment.
 
         Raises:
             ValueError, TypeError: If an option is out of range.
@@ -115,9 +115,9 @@ class Options:
         """Begin to listen for the peers of the exchange of this name; None over gloo and NCCL.
 
         Raises:
-            ValueError: If the link there cannot be shared.
-            RuntimeError: If this process cannot listen there, cannot encrypt, or cannot reach the
-                relay.
+            ValueError: If another exchange listens at that port, and its link cannot be shared.
+            RuntimeError: If this process cannot listen at that port, cannot encrypt, or cannot
+                reach the relay.
         """
         if self.collectives != "tcp":
             return None
@@ -138,11 +138,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Epoch:
-    """The time in which a group has the same members, and what they agreed on at its beginning.
+    """A time in which a group has the same members.
 
     Attributes:
-        joined: Members that came new in this epoch.
-        agreed_step: The least of the inner steps that members came with, newcomers aside.
+        number: The number of the epoch.
+        members: The numbers of the replicas, rising.
+        joined: Numbers of the members that are new in this epoch.
+        agreed_step: The least inner step of the members that are not new; -1 without any.
     """
 
     number: int
@@ -152,18 +154,18 @@ class Epoch:
 
 
 class Member:
-    """A replica in its group: epoch, store, engine and small messages of an ``Exchange``.
+    """The base of ``Exchange``: this replica's epoch, store and engine, and its small messages.
 
     Attributes:
         epoch, members: Number of the present epoch, and its replicas in rank order.
-        rank, size: This replica's place among the members, and their number.
+        rank, size: This replica's place among the members, and how many members there are.
         joined, agreed_step: See ``Epoch``.
         store: The part of the user's store that belongs to the exchanges of this name.
         board: See ``Exchange``.
         impl: Implementation of the operators.
-        joins: This replica came to a group that was there already.
-        inner_step: The newest inner step that this replica has counted in an exchange.
-        last_error: The error of this epoch, until an exchange succeeds.
+        joins: This replica joins, or has joined, a group that existed before.
+        inner_step: The inner step of this replica's newest exchange; -1 before the first.
+        last_error: The last error in this epoch; None once an exchange has succeeded.
         tcp: The link that has all connections to the peers; None over gloo and NCCL.
     """
 
@@ -207,17 +209,17 @@ class Member:
         self.joined, self.agreed_step = epoch.joined, epoch.agreed_step
 
     def blame(self, error: SyncError) -> SyncError:
-        """Return the error of a failure with the replicas that are missing, and that live."""
+        """Return an error with the missing and the living replicas; overridden in ``Exchange``."""
         return error
 
     @property
     def is_dead(self) -> bool:
-        """Whether this epoch failed, so that only ``change_group`` or ``close`` is left."""
+        """Whether this epoch has failed, so that only ``change_group`` or ``close`` can follow."""
         return bool(self.engine.dead_reason)
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last exchange failed; after a NonFiniteError the group simply goes on."""
+        """Whether the last exchange failed; a NonFiniteError is none, as the group goes on."""
         return not isinstance(self.last_error, NonFiniteError | None)
 
     @property
@@ -232,10 +234,12 @@ class Member:
             return True
 
     def wait(self) -> tuple[float, tuple[int, ...]]:
-        """Return for how many seconds the caller waits for a round, and until which replica begins.
+        """Return for how long the caller has waited for a round, and for which replicas to begin.
+
+        May be called from any thread.
 
         Returns:
-            0 without a wait, and no number where that is not known; from any thread.
+            Seconds, 0 without a wait; and the numbers of the replicas, () if these are not known.
         """
         with suppress(RuntimeError):  # Buffers were made meanwhile.
             for round in [round for buffers in self._all_buffers for round in buffers.rounds]:
@@ -253,29 +257,31 @@ class Member:
     def seal(self) -> None:
         """End this epoch for good, whatever is under way, before the group changes; idempotent.
 
-        Afterwards no vote of this replica leaves, and it hears none. Waits for no peer. Only
-        ``change_group`` or ``close`` is left.
+        From now on no vote of this replica is sent, and no vote is received. Waits for no peer.
+        Only ``change_group`` or ``close`` can follow.
         """
         self.engine.seal()
 
     # --------------------------------------------------------------------------- the store
 
     def use_store(self, store: dist.Store) -> None:
-        """Meet on this store from now on, under this exchange's name."""
+        """Use another store from now on, with this exchange's prefix."""
         self._users_store = store
         self.store = self.store_of(self.name)
 
     def store_of(self, name: str) -> dist.Store:
-        """Return the part of the store that an exchange of this name has."""
+        """Return the user's store with the prefix of the exchanges of this name."""
         return dist.PrefixStore(f"diloco_comm/{name}", self._users_store)
 
     # --------------------------------------------------------------------------- small messages
 
     def exchange_objects(self, blob: bytes, *, is_end: bool = False) -> list[bytes]:
-        """Give ``blob`` to every replica and return the blobs of all, in rank order.
+        """Send ``blob`` to every replica and return the blobs of all, in rank order.
 
         Args:
-            is_end: This replica has ended a stretch of training, see ``ReplicaMismatch.ended``.
+            blob: Any bytes.
+            is_end: This replica calls ``flush``; where others train on, they learn this from
+                ``ReplicaMismatch.ended``.
         """
         if self.size == 1:
             self.engine.check_process()
@@ -314,8 +320,10 @@ class Member:
         """Copy the tensors of one rank to some others, exactly and in place; all ranks call this.
 
         Args:
-            tensors: Any dtype; ignored on a rank that neither sends nor receives.
-            sizes: Bytes of each tensor, on all ranks.
+            tensors: Tensors of any dtype; ignored on a rank that neither sends nor receives.
+            source_rank: The rank that sends.
+            target_ranks: The ranks that receive.
+            sizes: Bytes of each tensor; all ranks give the same.
 
         Raises:
             ReplicaMismatch: If the sizes or the sources differ; nothing is changed.
@@ -344,7 +352,7 @@ class Member:
                 _write_back(tensor, buffer)
 
     def submit_header(self, buffers: ExchangeBuffers, header: Header, stochastic: bool) -> _C.Job:
-        """Begin to exchange and compare headers of a round whose payload travels on streams."""
+        """Begin to exchange and compare the headers of a round on streams; return the job."""
         native = header.native(buffers.layout, buffers.num_chunks, stochastic)
         return self._begin(self.engine.submit, native, of=header)
 
@@ -364,7 +372,7 @@ class Member:
         of: Header | None = None,
         **named: Any,
     ) -> _C.Job:
-        """Hand a job to the engine; that the epoch died before is a SyncError, too."""
+        """Hand a job to the engine; if the epoch has failed before, raise a SyncError."""
         try:
             return begin(*arguments, **named)
         except RuntimeError as error:
@@ -373,7 +381,10 @@ class Member:
             raise self.refusal(str(error), of) from error
 
     def refusal(self, message: str, of: Header | None) -> SyncError:
-        """Make the error of an exchange in a dead epoch, with the replicas of the first error."""
+        """Return the error of an exchange in an epoch that has failed before.
+
+        The missing replicas are taken from the first error.
+        """
         fragment, round = (-1, -1) if of is None else (of.fragment, of.round)
         failure = self.engine.dead_failure
         missing = () if failure is None else failure.missing
@@ -385,7 +396,7 @@ def checked_members(members: Sequence[int], replica: int) -> tuple[int, ...]:
     """Return the ids of the members of a group.
 
     Raises:
-        ValueError: If the ids are none that an exchange may have.
+        ValueError: If the ids are not sorted and unique, lack ``replica``, or are too many.
     """
     result = tuple(members)
     if list(result) != sorted(set(result)) or not result or result[0] < 0:
@@ -398,7 +409,7 @@ def checked_members(members: Sequence[int], replica: int) -> tuple[int, ...]:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's memory as uint8, or a copy of it when it is not contiguous CPU memory."""
+    """Return a tensor's memory as uint8; a copy unless the tensor is contiguous, in CPU memory."""
     source = tensor.detach()
     if source.device.type != "cpu" or not source.is_contiguous():
         source = source.contiguous().cpu()

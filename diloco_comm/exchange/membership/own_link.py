@@ -1,4 +1,4 @@
-"""The link of this process: one port for all that replicas send, and with keys who may connect."""
+"""``OwnLink``: the link of this process: one port for all connections, and the keys to let in."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ _told: set[str] = set()
 
 
 class OwnLink:
-    """The connections to all peers, and whose connections are let in.
+    """The link of this process, with all connections to its peers.
 
     Args:
         listen, advertise: See ``diloco_comm.Link``.
-        keys: None for plain connections.
+        keys: The keys of this process, and of the processes it lets in; None: no encryption.
         relay: ``tcp://host:port`` of the relay where this process waits; None without one.
-        proxy: Makes the connections that this process dials; None: this process dials itself.
+        proxy: The proxy through which this process dials; None: it dials directly.
 
     Attributes:
+        link: The link's C++ object.
         public_key: The public key as hexadecimal digits; empty without keys.
 
     Raises:
-        RuntimeError: If this process cannot listen there, there is no OpenSSL for the keys, or the
-            relay cannot be reached.
+        RuntimeError: If this process cannot listen at ``listen``, there is no OpenSSL for the keys,
+            or the relay cannot be reached.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class OwnLink:
         """Return a link for the exchange of this name; exchanges with one ``listen`` share a link.
 
         Raises:
-            ValueError: If another exchange of this process listens there with other choices, or has
-                or had this name.
+            ValueError: If another exchange of this process listens at this port with other
+                arguments, or has or had this name.
             RuntimeError: As the constructor.
         """
         if not listen or parse_address("listen", listen, listens=True)[1] == 0:
@@ -112,15 +113,15 @@ class OwnLink:
         return self.link.counters()
 
     def life(self) -> dict[str, _C.PeerLife]:
-        """Return the life of each process that a group has, or that ``reach`` asked for, by nonce.
+        """Return the signs of life of the processes to which this link connects, by nonce.
 
-        The thread of the link finds out, without Python; see ``link.tell`` and ``link.told`` for
-        messages to such a process.
+        These are the peers of all groups, and the processes given to ``link.reach``. The link's own
+        C++ thread keeps the signs up to date.
         """
         return {one.nonce: one for one in self.link.life()}
 
     def ways(self) -> dict[str, str]:
-        """Return what the others need to know to reach this process."""
+        """Return the link's address, nonce, public key and relay, for the others to connect."""
         return {
             "address": self.address,
             "link": self.nonce,
@@ -134,7 +135,8 @@ class OwnLink:
             for listen, shared in list(_shared.items()):
                 if shared.link is self:
                     shared.names.discard(name)
-                    # Without a name, another exchange would have the epochs of this one.
+                    # Exchanges without a name are all "default": a second one on this link would
+                    # mix its epochs with the first one's.
                     shared.spent |= {name} & {"default"}
                     if shared.names:
                         return
@@ -150,10 +152,10 @@ class OwnLink:
         self.link.close()
 
     def check_own_number(self, replica: int) -> None:
-        """Make sure that the own folder does not bind the own key to other numbers.
+        """Check that the own folder of keys does not bind the own key to other replica numbers.
 
         Raises:
-            ValueError: If the own folder does.
+            ValueError: If it does.
         """
         if self._keys is not None and self._watch is not None:
             self._watch.look()
@@ -162,15 +164,19 @@ class OwnLink:
     def refusal_of(
         self, replica: int, members: Sequence[int], keys: Sequence[str]
     ) -> tuple[str, list[int]]:
-        """Return why members are not let in, in a sentence, and these members; empty if all are.
+        """Return why this process does not let in members, in a sentence, and their numbers.
 
         Args:
-            replica: The number of this one.
-            keys: The public key of each member.
+            replica: The number of this replica.
+            members: The numbers of the members.
+            keys: The public key of each member, as hexadecimal digits.
+
+        Returns:
+            "" and [] if all members are let in.
         """
         if self._keys is None or self._watch is None:
             return "", []
-        # A key that was added a moment ago counts, and so does a binding.
+        # Read the folder now, so that a key or a binding that was added a moment ago counts.
         allowed = {key.hex() for key in self._watch.look()}
         others = {m: key for m, key in zip(members, keys, strict=True) if m != replica}
         strange = [member for member, key in others.items() if key not in allowed]
@@ -193,10 +199,13 @@ class OwnLink:
 
 
 class LinkShare:
-    """The part of one object in a link; the part ends with the last holder of this share.
+    """One exchange's right to use a link, which several may share.
+
+    It ends by ``end``, or when nobody refers to this object any more.
 
     Args:
-        name: The name of the object, see ``OwnLink.leave``.
+        link: The link.
+        name: The name of the exchange, see ``OwnLink.leave``.
     """
 
     def __init__(self, link: OwnLink, name: str) -> None:
@@ -205,16 +214,19 @@ class LinkShare:
         self._leave.atexit = False
 
     def end(self) -> None:
-        """End the part of the object; idempotent."""
+        """Give up the use of the link; idempotent."""
         self._leave()
 
 
 @dataclass
 class _Shared:
-    """A link with the names of the exchanges that share it, and those that nobody may take again.
+    """A link that exchanges of this process share.
 
     Attributes:
-        choices: All choices of the link but ``listen``.
+        link: The link.
+        choices: All arguments of the link but ``listen``.
+        names: The names of the exchanges that use the link.
+        spent: Former names that no exchange may take again on this link.
     """
 
     link: OwnLink
@@ -237,15 +249,16 @@ class _Shared:
 
 # The links of this process at ports that the program has chosen, by ``listen``.
 _shared: dict[str, _Shared] = {}
-# A garbage collection within this lock may let dropped exchanges leave their links.
+# Reentrant: garbage collection under this lock may end the shares of dropped exchanges.
 _sharing = threading.RLock()
 os.register_at_fork(after_in_child=_shared.clear)
 
 
 def _warn_if_public(address: str, *, looks_up: bool = True) -> None:
-    """Warn once of a link without keys that a stranger may reach, or whose rounds may be read.
+    """Warn once that a link without keys has a public address, where strangers may connect or read.
 
     Args:
+        address: ``host:port``, or "" for none.
         looks_up: Whether this process may look names up. Else a name counts as public.
     """
     if not address or address in _told:
@@ -276,7 +289,8 @@ class Dial:
     """How this process reaches the members of an epoch over its link.
 
     Attributes:
-        token: Names the groups of the epoch, equal on all members.
+        own: The link of this process.
+        token: The name of the epoch's groups on the link, equal on all members.
         members: The numbers of the replicas, in rank order.
         ways: ``OwnLink.ways`` of each member, in rank order.
     """
@@ -294,11 +308,14 @@ class Dial:
         name: str,
         is_void: Callable[[], bool] | None = None,
     ) -> list[_C.LinkGroup]:
-        """Connect groups over the link; its connections of an older epoch stay.
+        """Connect groups over the link; connections of an older epoch stay open.
 
         Args:
-            name: For the error.
-            is_void: Asked again and again; True: give up.
+            rank: Rank of this replica.
+            lanes: Data connections to each peer in each direction.
+            timeout: Most seconds to connect.
+            name: How the error names the groups.
+            is_void: Called again and again; connecting ends if it returns True.
 
         Raises:
             SyncError: If a peer did not connect in time, or is not let in.
@@ -324,5 +341,5 @@ class Dial:
 
 
 def with_replicas(why: str, members: Sequence[int]) -> str:
-    """Return an error of a link, which knows ranks, with the numbers of the replicas."""
+    """Return a link's error message, which names ranks, with replica numbers instead."""
     return re.sub(r"\brank (\d+)", lambda rank: f"replica {members[int(rank[1])]}", why)

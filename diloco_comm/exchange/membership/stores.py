@@ -1,8 +1,8 @@
-"""The stores of fixed groups: the table of a group, names that replicas wait at, stores of groups.
+"""A store of torch as the table of a group, and as a board for the names at which replicas wait.
 
-A store's ``compare_set`` returns the value that the key has afterwards. If the key is absent and
-something was expected, a ``TCPStore`` creates nothing and returns the expectation. So the record is
-stored behind a nonce of its writer, and only the own nonce coming back means success.
+A store's ``compare_set`` returns the value that the key has afterwards. But if the key is absent
+and a value was expected, a ``TCPStore`` creates nothing and returns the expected value. So a record
+is stored behind a random nonce: the swap has succeeded only if the writer's own nonce comes back.
 """
 
 from __future__ import annotations
@@ -30,27 +30,29 @@ from ...group.table import Look, TableAway
 
 T = TypeVar("T")
 _NONCE_BYTES = 16
-# Names of processes that are kept at most.
+# The table keeps the names of at most so many processes that beat.
 _MOST_NAMES = 1024
-# Prefixes of torch for the default group, and of the product.
+# Parts of a key that torch adds for the default group, and that this package adds.
 _OF_GROUPS = re.compile(r"\bdefault_pg/0//|\bdiloco[_-]comm/(named/|[0-9a-f]{32}/)?")
 _LONGEST_RUN = 100
-# Seconds without a beat after which a process is forgotten. If it lives, it gives its name again.
+# A process that has not beaten for so many seconds is removed from the list of names. If it lives,
+# it adds its name again.
 FORGET_S = 600.0
-# Seconds after which a beat is deleted whose name is kept no more: others may be reading it.
+# Seconds from the removal of a name to the deletion of its beat, which others may be reading.
 DELETE_S = 60.0
 
 
 class StoreTable:
-    """The table of the exchanges of one name; see ``group.table.Table``.
+    """The table of a group on a store of torch; see ``group.table.Table``.
 
-    The driver's thread alone calls the methods: a store that hangs holds nobody else up. They go
-    over a connection of their own, as a wait of the program for a key holds a connection up.
+    Only a thread of the driver calls the methods, so a store that hangs holds up no other thread.
+    The table opens a second connection to the store, as the program may block the first one by
+    waiting for a key.
 
     Args:
-        store: Shared by the replicas, under a prefix of the exchanges' name.
-        run: The name under which a store of ``diloco-comm`` keeps posts, after the prefixes that
-            the program has given the store; "" posts nothing.
+        store: The replicas' store, with a prefix of the exchanges' name.
+        run: The name under which a store of ``diloco-comm`` keeps posts, with the program's
+            prefixes before it; "" posts nothing.
     """
 
     def __init__(self, store: dist.Store, run: str = "") -> None:
@@ -59,9 +61,9 @@ class StoreTable:
         self._id = b""
         # A connection that has broken never connects again, and torch logs each call.
         self._loss: TableAway | None = None
-        # The last beat of each process, and when it was read first.
+        # The last beat of each process, and when this beat was read first.
         self._read: dict[str, tuple[bytes, float]] = {}
-        # Since when names are kept no more.
+        # The time at which each name was removed from the list.
         self._dropped: dict[str, float] = {}
 
     @property
@@ -69,7 +71,7 @@ class StoreTable:
         return self._id
 
     def _check(self, old: bytes, new: bytes) -> None:
-        """Raise ValueError for records that this table does not take."""
+        """Raise ValueError for records that are too long for this table; overridden."""
 
     def swap(self, old: bytes, new: bytes) -> bool:
         self._check(old, new)
@@ -86,7 +88,7 @@ class StoreTable:
         return self._ask(ask)
 
     def post(self, name: str, text: bytes) -> None:
-        """Leave a text with the store, if that is one of ``diloco-comm``; see ``Table``."""
+        """Leave a text with the store, if ``diloco-comm`` hosts it; see ``Table.post``."""
         store, _ = place_of_store(self._store)
         if self._run and self._loss is None and isinstance(store, _C.StoreClient | _C.StoreHost):
             with contextlib.suppress(RuntimeError, ValueError):
@@ -94,7 +96,10 @@ class StoreTable:
                 store.post(self._posts_as, name, text)
 
     def _name_of_run(self, store: dist.Store, name: str) -> str:
-        """Return another name of the run for each prefix; torch does not tell what that is."""
+        """Return the run's name with the program's prefixes, so that runs on one store differ.
+
+        Torch does not tell the prefixes; the keys of the store show them.
+        """
         words, end = [self._run], f"/beat/{name}"
         if isinstance(getattr(self._store, "underlying_store", None), dist.PrefixStore):
             # Some versions of torch list no keys.
@@ -125,27 +130,27 @@ class StoreTable:
             one: before[one] if before.get(one, (b"", 0.0))[0] == text else (text, now)
             for one, text in beats.items()
         }
-        # A process that has given its name again is not dropped.
+        # A process that has added its name again was not removed.
         self._dropped |= dict.fromkeys(before, now)
         self._dropped = {one: at for one, at in self._dropped.items() if one not in beats}
         return {one: text for one, text in beats.items() if text}
 
     def _is_old(self, name: str) -> bool:
-        """Whether a beat was the same for long."""
+        """Whether the beat of this name has not changed for ``FORGET_S``."""
         read = self._read.get(name)
         return read is not None and time.monotonic() - read[1] > FORGET_S
 
     def _forget(self, store: dist.Store, record: bytes) -> None:
-        """Keep no names of processes that beat no more, and delete their beats later."""
+        """Remove the names of processes that beat no more; delete their beats after a while."""
         if old := set(filter(self._is_old, self._read)):
-            # Members may train on without the store.
+            # Members are kept, as they may train on without reaching the store.
             old -= {name_of(key) for key in Record.from_bytes(record).members} if record else set()
             if old:
                 _replace_names(store, list(self._read), [o for o in self._read if o not in old])
         now = time.monotonic()
         for one in [one for one, at in self._dropped.items() if now - at > DELETE_S]:
             del self._dropped[one]
-            # Another process may have deleted it, or the store lacks the call.
+            # Another process may have deleted this beat, or the store cannot delete keys.
             with contextlib.suppress(RuntimeError):
                 store.delete_key(f"beat/{one}")
 
@@ -156,7 +161,7 @@ class StoreTable:
             if not self._is_own:
                 self._store, self._is_own = another_connection(self._store), True
             if not self._id:
-                # A store that is cleared has another table then.
+                # The id is on the store: if the store is cleared, the table gets a new id.
                 self._id = bytes.fromhex(decide_once(self._store, "id", secrets.token_hex(16)))
             return call(self._store)
         except RuntimeError as error:
@@ -168,14 +173,17 @@ class StoreTable:
 
 
 def another_connection(store: dist.Store) -> dist.Store:
-    """Return a store that a wait on the given one does not hold up."""
+    """Return a second connection to a store, if it can be cloned; else the same store.
+
+    A blocking call over one connection does not hold up the other.
+    """
     _, place = place_of_store(store)
     clone = getattr(store, "clone", None)
     return store if place is None or clone is None else clone()
 
 
 def decide_once(store: dist.Store, key: str, value: str) -> str:
-    """Set a key that is absent; return what the key holds then, which never changes again.
+    """Set a key if it is absent; return its value, which is then the same for all processes.
 
     With a store that lacks ``compare_set``, two processes that decide at once may differ.
     """
@@ -183,10 +191,12 @@ def decide_once(store: dist.Store, key: str, value: str) -> str:
 
 
 def read_known(store: dist.Store, keys: list[str], known: set[str]) -> dict[str, bytes]:
-    """Return what the existing ones of the keys hold.
+    """Return the values of those keys that exist, by key.
 
     Args:
-        known: Keys that exist and are never deleted; what is found is added.
+        store: The store.
+        keys: Any keys.
+        known: Keys known to exist, which nobody deletes; keys that are found are added.
     """
     # get() of a key that does not exist would wait for it.
     known.update(key for key in keys if key not in known and store.check([key]))
@@ -204,13 +214,17 @@ def _names(store: dist.Store) -> list[str]:
 
 
 def _replace_names(store: dist.Store, old: list[str], new: list[str]) -> None:
-    """Keep other names, unless another process has changed them meanwhile."""
+    """Replace the list of names, unless another process has changed it meanwhile."""
     before = json.dumps(old).encode() if old else b""
     _replace(store, "names", before, json.dumps(new).encode())
 
 
 def _replace(store: dist.Store, key: str, old: bytes, new: bytes) -> bool:
-    """Replace what a key holds behind a nonce, b"" for nothing; return whether that was there."""
+    """Replace the value of a key, which is stored behind a nonce; return whether it was ``old``.
+
+    Args:
+        old: The expected value, b"" for none.
+    """
     stored = _get(store, key)
     if stored[_NONCE_BYTES:] != old:
         return False
@@ -219,12 +233,12 @@ def _replace(store: dist.Store, key: str, old: bytes, new: bytes) -> bool:
 
 
 def _swapped(store: dist.Store, key: str, old: bytes, new: bytes) -> bytes:
-    """Set a key that holds ``old``, or is absent where that is b""; return what it holds then."""
+    """Set a key to ``new`` if it holds ``old`` (for b"": is absent); return its value then."""
     try:
         # Stores take bytes, but their stubs say text.
         return bytes(store.compare_set(key, old, new))  # type: ignore[arg-type]
     except RuntimeError as error:
-        # A store written in Python lacks it, which an assertion of torch says.
+        # A store written in Python has no compare_set; an assertion of torch says so.
         if "ot implemented" not in str(error):
             raise
     held = _get(store, key)
@@ -236,19 +250,21 @@ def _swapped(store: dist.Store, key: str, old: bytes, new: bytes) -> bytes:
 
 # ----------------------------------------------------------------- names that replicas wait at
 
-# Looks, about a second each, in which another replica must have renewed its name.
+# So many looks in a row, a second apart, must find that another replica has renewed its name.
 _RISES = 3
 _PERIOD_S = 1.0
 
 
 class Names:
-    """The names that replicas wait at, each on its main thread, which can wait at one name only.
+    """Finds replicas that wait for each other at exchanges of different names: a deadlock.
 
-    Two replicas that wait for each other at two names would wait in vain. A replica writes its name
-    once a second while it waits, so that the others know that it still does.
+    While a replica waits on its main thread, it writes the name of its exchange to a store once a
+    second, so that the others know that it still waits.
 
     Args:
-        store: Has the names of all exchanges of one process group, where a rank is one process.
+        store: The board of a process group: every rank writes its name there.
+        replica: Number of this replica.
+        members: Numbers of the replicas for which this one waits.
         name: The name of this replica's exchange.
     """
 
@@ -266,7 +282,8 @@ class Names:
         """Write the own name, and read the others' names, at most once a second.
 
         Raises:
-            ReplicaMismatch: On all replicas that wait for each other at several names.
+            ReplicaMismatch: If another replica waits for this one at another name. The other one
+                raises, too.
         """
         if not self._is_main or time.monotonic() < self._next:
             return
@@ -288,7 +305,7 @@ class Names:
         self._store.set(_key(self._replica), text)
 
     def _refuse(self, other: int, name: str) -> None:
-        for _ in range(_RISES):  # The others see this replica here for as long.
+        for _ in range(_RISES):  # The others must still see this replica wait, to raise as well.
             time.sleep(_PERIOD_S)
             self._tell()
         raise ReplicaMismatch(
@@ -306,17 +323,17 @@ def _key(member: int) -> str:
 # ------------------------------------------------------------------------- stores of groups
 
 _POLL_S = 0.001
-# Seconds of a group's first broadcast for which a replica looks at the names of the others.
+# For so many seconds of a group's first broadcast, a replica looks at the names of the others.
 _NAMES_S = 60.0
 
 
 def store_of_group(
     group: dist.ProcessGroup | None, name: str = "default"
 ) -> tuple[dist.Store, int, int]:
-    """Return the store of a group under a prefix that its ranks agree on, own rank, and size.
+    """Return the store of a group with a prefix on which its ranks agree, own rank, and size.
 
-    A collective call: rank 0 draws the prefix and broadcasts it through the group. With a name the
-    prefix needs no agreement, and no order of the calls: calls of one name meet.
+    With the default name this is a collective call: rank 0 draws the prefix and broadcasts it
+    through the group. Any other name is the prefix itself, and ranks may call in any order.
     """
     if group is None:
         group = dist.group.WORLD
@@ -333,7 +350,7 @@ def store_of_group(
         on_device = token.to("cpu" if "cpu" in kinds else kinds[0])
         work = group.broadcast([on_device], _broadcast_options())
         names = Names(board_of_group(group), rank, range(size), name)
-        # The work of a group written in Python may never say that it is completed.
+        # A group written in Python may never report that its work is completed: stop at ``until``.
         until = time.monotonic() + _NAMES_S
         while not work.is_completed() and time.monotonic() < until:
             names.look()
@@ -345,7 +362,7 @@ def store_of_group(
 
 
 def board_of_group(group: dist.ProcessGroup | None) -> dist.Store:
-    """Return the part of a group's store that has its named exchanges, and who waits at them."""
+    """Return the group's store with the prefix of its named exchanges and of ``Names``."""
     group = dist.group.WORLD if group is None else group
     assert group is not None
     return dist.PrefixStore("diloco_comm/named", _group_store(group))

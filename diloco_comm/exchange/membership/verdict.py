@@ -1,4 +1,4 @@
-"""The missing members, and the living ones, after a round has failed: by link and beats."""
+"""The verdict after a failed round: which members are missing, and which live."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from .own_link import OwnLink
 
 _POLL_S = 0.02
 _MANY = 1 << 62
-# Seconds more for a peer that has closed a connection, and lives, to say what it has found.
+# A living peer that has closed a connection has so many seconds more to say in its beat why.
 _CLOSED_S = 1.0
 _SEALED = "a change of the group has begun"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The knowledge that a replica has of the other members of its group after a failure.
+    """The state of the other members, as one replica has found it after a failure.
 
     Attributes:
-        left: Numbers of members that said that they leave, each with its inner step.
-        ended: Numbers of members that have ended.
+        replica: Number of the replica that judges.
+        members: Numbers of all members.
+        left: The last inner step of each member that has said that it leaves, by number.
+        ended: Numbers of members whose processes have ended.
         silent: Numbers of members that were not heard within ``patience``.
         unheard: The nonces of the silent members.
-        cuts: Pairs of replicas that live and cannot reach each other.
-        survivors: All that live and reach each other.
-        cause: Why the rounds were broken off here; "" for another end.
-        left_out_by: Members that are about to go on without this replica.
+        cuts: Pairs of numbers of replicas that live but cannot reach each other.
+        survivors: Numbers of the largest set of living members that all reach each other.
+        patience: Seconds for which this replica has waited for signs of life.
+        cause: Why the driver has broken the rounds off; "" if it has not.
+        left_out_by: Numbers of members that are about to go on without this replica.
     """
 
     replica: int
@@ -54,7 +57,7 @@ class Verdict:
         return {*self.left, *self.ended, *self.silent}
 
     def with_cuts(self, cuts: Iterable[tuple[int, int]]) -> Verdict:
-        """Return a verdict with cut pairs, and with the largest set of members without one."""
+        """Return this verdict with these cut pairs, and with the survivors that follow."""
         alive = [number for number in self.members if number not in self.gone]
         pairs = sorted(pair for pair in cuts if {*pair} <= {*alive})
         return replace(self, cuts=tuple(pairs), survivors=tuple(largest_group(alive, pairs)))
@@ -64,7 +67,7 @@ class Verdict:
         return tuple([one for one in self.members if one not in self.survivors])
 
     def told(self, error: SyncError) -> SyncError:
-        """Return an error with this verdict."""
+        """Return the error of a failed exchange with this verdict in its text and attributes."""
         text = str(error)
         where, _, cause = text.partition(" s: ")
         if re.search(r"failed at \S+ after [\d.]+$", where):
@@ -75,7 +78,7 @@ class Verdict:
             kind = PeerLeft
         if self.replica in self.missing or self.left_out_by:
             kind = LeftBehind
-        # A call in an epoch that has failed before repeats the first error.
+        # The error of a call after the epoch has failed repeats the first one, verdict and all.
         found = kind(str(error) if error.stage == "start" else f"{text}: {self._findings()}")
         vars(found).update({**vars(error)})
         found.missing, found.survivors, found.cuts = self.missing, self.survivors, self.cuts
@@ -123,11 +126,15 @@ def judge(
     error: SyncError,
     patience: float,
 ) -> Verdict:
-    """Find out who is missing after a failure; wait ``patience`` seconds at most.
+    """Find out which members are missing after a failure; wait ``patience`` seconds at most.
 
     Args:
-        peers: The process and the link of each member's worker, this replica's among them.
-        driver: At worker 0; the other workers have the link alone.
+        peers: For each member, its process and the nonce of the link of this worker's peer there.
+        replica: Number of this replica.
+        link: The link of this worker.
+        driver: The driver at worker 0; None at other workers, which judge by the link alone.
+        error: The failure.
+        patience: Seconds.
     """
     began = time.monotonic()
     members = tuple([key.number for key, _ in peers])
@@ -136,7 +143,7 @@ def judge(
     while True:
         elapsed = time.monotonic() - began
         if driver is not None and not counters and elapsed > patience / 2:
-            # A beat from before the failure may be read after it.
+            # From now on a new beat counts as life; an earlier one may be from before the failure.
             counters = driver.signs.counters()
         left, ended, open_, closed = {}, [], [], []
         lives = link.life()
@@ -155,7 +162,8 @@ def judge(
             elif not life.silent_s < elapsed:
                 open_.append(key)
             elif key.number in error.missing and key not in has_failed:
-                # It has closed a connection: it says why, or it has failed itself.
+                # This living member has closed a connection: wait until its beat says that it has
+                # stopped, too.
                 closed.append(key)
         is_over = elapsed >= patience + (_CLOSED_S if closed and driver is not None else 0.0)
         if not (open_ or closed) or is_over or (elapsed >= patience and not closed):
@@ -180,14 +188,14 @@ def judge(
 
 
 def with_told_cuts(found: Verdict, peers: Sequence[tuple[Key, str]], driver: Driver) -> Verdict:
-    """Return a verdict with the cuts that the other members have found.
+    """Return a verdict with the cuts that the other members have found, too.
 
-    Waits until all members that live have said so, ``patience`` seconds at most.
+    Waits until all living members have reported, ``patience`` seconds at most.
     """
     gone, began = found.gone, time.monotonic()
     alive = {key for key, _ in peers if key.number not in gone}
     while time.monotonic() - began < found.patience:
-        # A member may leave as soon as it has its error.
+        # A member may leave as soon as its caller has the error.
         if alive <= _that_have_failed(driver) | _that_have_left(driver):
             break
         driver.look()
@@ -204,7 +212,7 @@ def _left_out_by(driver: Driver | None) -> tuple[int, ...]:
 
 
 def words_of(cuts: Sequence[tuple[int, int]]) -> str:
-    """Name pairs of replicas that are cut off from each other."""
+    """Return a clause for people that names pairs of replicas that cannot reach each other."""
     return ", and ".join(f"replicas {a} and {b} live but cannot reach each other" for a, b in cuts)
 
 
@@ -213,7 +221,7 @@ def _pair(one: int, other: int) -> tuple[int, int]:
 
 
 def _that_have_failed(driver: Driver | None) -> set[Key]:
-    """Return the members that say that their rounds have ended, too."""
+    """Return the members whose beats say that they have stopped in this record."""
     beats = {} if driver is None else driver.beats or {}
     return {key for key, beat in beats.items() if beat.stage == CHANGING}
 
@@ -223,7 +231,7 @@ def _that_have_left(driver: Driver) -> set[Key]:
 
 
 def _told_cuts(driver: Driver | None, others: dict[Key, str]) -> set[tuple[int, int]]:
-    """Return the pairs that members say to be cut."""
+    """Return the pairs of numbers that cannot reach each other, as members' places say."""
     if driver is None:
         return set()
     numbers = {key.nonce: key.number for key in others}

@@ -1,1 +1,1 @@
-"""The exchange on NCCL: its process group, its streams, one round under way."""
+"""Exchanges over NCCL: the process group, its connections, and exchanges on streams."""

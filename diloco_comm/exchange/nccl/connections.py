@@ -1,4 +1,4 @@
-"""The connections of the replicas' devices in one epoch: made, given up, and ended."""
+"""The NCCL connections between the replicas' devices in one epoch, and how they are ended."""
 
 from __future__ import annotations
 
@@ -19,33 +19,34 @@ from ...base.memory import GIVEN_UP, current, page_locked
 from .group import HelperThread
 
 # Bytes of the collectives that make the connections: a chunk of the default size (``buffers``).
-# NCCL chooses the way of a collective by its size, and connects each way at its first use.
+# NCCL chooses a protocol by the size of a collective, and connects for it at its first use.
 CONNECT_BYTES = 16 << 20
 _POLL_S = 1e-3
-# How long the host waits for NCCL to end a group, and for the device to be past an aborted vote.
+# Seconds for which the host waits for NCCL to end a group, and for the device to pass a vote after
+# an abort.
 END_S = 5.0
-# The share of the time for closing that stays for ending the group.
+# The share of the time for closing that is kept for ending the group.
 _END_SHARE = 0.25
 
 _log = logger_of(__name__)
 
 
 class Watched(Protocol):
-    """An exchange on these connections.
+    """An exchange on these connections, as ``Connections`` sees it.
 
     Attributes:
-        has_votes: The votes of all replicas were here before the group was given up.
+        has_votes: The votes of all replicas had come before the group was aborted.
     """
 
     has_votes: bool
 
     @property
     def is_done(self) -> bool:
-        """Whether the exchange is decided, after another look at the device."""
+        """Whether the exchange has ended; queries the device."""
         ...
 
     def look(self) -> None:
-        """Note how far the device is."""
+        """Query how far the device is, and keep the answer."""
         ...
 
 
@@ -55,14 +56,16 @@ class Connections:
     All collectives are enqueued on one side stream.
 
     Args:
-        group: The replicas' NCCL group, which runs its collectives on streams of NCCL; None if
-            there is one replica.
+        device: The device of this replica.
+        group: The replicas' NCCL group; None if there is one replica.
+        rank, size: Rank of this replica, and number of replicas.
         timeout: Seconds that an exchange may take.
-        engine: Exchanges small messages while collectives run. Exchanges fail with its epoch.
+        engine: The engine that exchanges headers and other small messages. When its epoch fails,
+            exchanges here fail, too.
 
     Attributes:
-        failure: Why no new exchange may start; "" while one may. ``abort`` gives up the exchanges
-            under way.
+        failure: Why no new exchange may start; "" while one may.
+        side: The side stream.
     """
 
     def __init__(
@@ -85,35 +88,35 @@ class Connections:
         self.side = self._own_stream.stream
         self._jobs: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._free_events: list[torch.Event] = []
-        # A flag that the device reads before and after each vote. An aborted collective ends after
-        # the flag is set, so whatever that collective leaves behind is never taken for a result.
+        # A flag that the device reads before and after each vote. ``abort`` sets the flag first, so
+        # the device never takes the leavings of an aborted collective for a result.
         self._given_up = page_locked(1, torch.int64)
 
     def take_event(self) -> torch.Event:
-        """Return an event that tells the time, one that was given back if there is one."""
+        """Return an event with timing: a used one that was given back, or a new one."""
         if self._free_events:
             return self._free_events.pop()
         return torch.Event(self.device, enable_timing=True)
 
     def give_back(self, events: Iterable[torch.Event]) -> None:
-        """Take events that nobody asks any more; what waits for them on a stream waits on."""
+        """Take back events that nobody queries any more; streams may still wait for them."""
         self._free_events.extend(events)
 
     def add(self, job: Watched) -> None:
-        """Watch over an exchange that is enqueued, for as long as its caller holds it."""
+        """Keep a weak reference to an enqueued exchange, for ``abort`` and ``seal``."""
         self._jobs.add(job)
 
     def connect(self, timeout: float) -> None:
-        """Make each kind of collective once: the first of a kind makes its connections.
+        """Run each kind of collective once, so that NCCL makes its connections now.
 
-        The host waits for the connections here, so that the first exchange does not. The helper
-        thread makes them: nothing else bounds the time in which NCCL meets the other replicas.
+        Else the first exchange would wait for them. A helper thread runs the collectives, as NCCL
+        itself sets no limit to the time that connecting takes.
 
         Args:
-            timeout: Seconds that the connecting may take.
+            timeout: Most seconds to connect.
 
         Raises:
-            SyncError: If the collectives do not come about within the timeout, or fail.
+            SyncError: If the collectives do not end within the timeout, or fail.
         """
         if self.group is None:
             return
@@ -132,12 +135,12 @@ class Connections:
         if has_ended:
             self.abort(why)
         else:
-            # NCCL may never return: the group is left to its thread.
+            # NCCL may never return: abandon the group together with the helper thread.
             self.failure, self.group = why, None
         raise SyncError(why, stage="connect", seconds=time.monotonic() - begin) from call.error
 
     def _make_connections(self, group: dist.ProcessGroup) -> torch.Event:
-        """Enqueue a collective of each kind; returns when all of them are done on the device."""
+        """Enqueue a collective of each kind; return an event after them."""
         with current(self.side):
             run_bytes = max(1, CONNECT_BYTES // self.size)
             own, received = torch.zeros(
@@ -153,17 +156,17 @@ class Connections:
                 group._allgather_base(votes[2:], votes[:2]).synchronize()
             finally:
                 if self.group is None:
-                    group.abort()  # This thread was left behind.
+                    group.abort()  # ``connect`` has abandoned this thread meanwhile.
             done = torch.Event(self.device)
             done.record(self.side)
         return done
 
     def abort(self, reason: str) -> None:
-        """End what is under way: the streams go on, and no vote on the streams is unanimous.
+        """End the exchanges under way: their streams go on, but no vote succeeds any more.
 
-        NCCL ends its group when the device has done everything that was enqueued before. The host
-        waits ``END_S`` seconds for that at most, or what is left of the time for closing: no vote
-        depends on when the group ends.
+        NCCL ends its group when the device has done the work that was enqueued before. The host
+        waits for that for ``END_S`` seconds at most, or for the rest of the time for closing. No
+        vote depends on when the group ends.
         """
         if self._is_aborted or self.group is None:
             return
@@ -185,14 +188,14 @@ class Connections:
             _log.warning("the replicas' NCCL group did not end well: %s", call.error)
 
     def seconds_to_end(self) -> float:
-        """Return how long the host may wait for something to end."""
+        """Return the seconds for which the host may wait for NCCL or the device now."""
         return max(0.0, min(END_S, self._deadline - time.monotonic()))
 
     def seal(self, reason: str) -> None:
-        """Let nothing more be enqueued, and end what is under way.
+        """Allow no new exchange, and end the exchanges under way.
 
-        Where all votes are here the connections stay as they are until ``abort``: what this replica
-        has sent may still be on its way to others.
+        If all of these have all votes, the connections stay until ``abort``, as this replica's
+        messages may still be on their way to others.
         """
         for job in list(self._jobs):
             job.look()
@@ -202,11 +205,11 @@ class Connections:
             self.failure = self.failure or reason
 
     def close(self, patience: float = END_S) -> None:
-        """Give the connections up.
+        """End the exchanges and the connections.
 
         Args:
-            patience: Seconds that the host may wait in all. What is under way has most of them;
-                a share stays for ending the group, which is left behind after that.
+            patience: Seconds that the host may wait in all: most of them for exchanges under way,
+                a share for ending the group, which is abandoned after that.
         """
         begin = time.monotonic()
         self._deadline = begin + patience
@@ -223,17 +226,21 @@ class Connections:
         """Whether no exchange still needs the connections: all have ended, or the group has."""
         if self.failure or self.group is None:
             return True
-        # A job whose peer is lost finds that out when it is asked, and aborts.
+        # ``is_done`` also finds out whether a job has lost a peer; then the job aborts the group.
         return all(job.is_done or job.has_votes for job in list(self._jobs))
 
     def _send_chunk(self, group: dist.ProcessGroup, received: Tensor, own: Tensor) -> dist.Work:
-        """Send every rank its run of a chunk."""
+        """Send each rank its run of a chunk, ``own``; the runs of this rank come to ``received``.
+
+        Returns:
+            The work of the collective.
+        """
         return group.alltoall_base(received, own, [], [])
 
     def _send_to_all(
         self, group: dist.ProcessGroup, received: list[Tensor], own: Tensor
     ) -> dist.Work:
-        """Send the whole of a chunk to every other rank, whose chunks come into ``received``."""
+        """Send the chunk ``own`` to every other rank; the others' chunks come into ``received``."""
         if self.size == 2:
             splits = [0 if rank == self.rank else own.numel() for rank in range(2)]
             return group.alltoall_base(received[0], own, splits, splits)

@@ -1,4 +1,4 @@
-"""A group over NCCL whose user, and not torch, ends a collective that fails."""
+"""An NCCL process group without torch's watchdog: its user ends collectives that fail."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Enough to keep a link busy; the rest of the device stays with the training.
+# Thread blocks of a collective: enough to keep a link busy, and few enough for the training.
 MAX_CTAS = 4
 GROUP_DESCRIPTION = "diloco_comm.replica"
-# Torch's own limit of a collective, in limits of this package, which always ends first.
+# Torch's own timeout of a collective is so many times this package's, which then ends it first.
 _TORCH_TIMEOUTS = 4
-# What ProcessGroupNCCL reads while it is constructed, and never again. By default it starts a
-# watchdog thread that ends the process when a collective fails or is late; also one that may only
-# log asks the default group's monitor for a dump, which ends the process minutes later.
+# Environment variables that ProcessGroupNCCL reads only in its constructor. By default it starts a
+# watchdog thread that ends the process when a collective fails or is late. Even a watchdog that may
+# only log asks the default group's monitor for a dump, which ends the process minutes later.
 READ_BY_CONSTRUCTOR = {
     # No watchdog. ``Work.wait`` then makes the host wait; ``Work.synchronize`` does not.
     "TORCH_NCCL_BLOCKING_WAIT": "1",
-    # A torch that starts one all the same lets it log, and end nothing.
+    # If a version of torch starts a watchdog all the same, it only logs.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
 }
 
@@ -33,13 +33,16 @@ READ_BY_CONSTRUCTOR = {
 def make_group(
     store: dist.Store, rank: int, size: int, device: torch.device, timeout: float
 ) -> dist.ProcessGroup:
-    """Build an NCCL group from a store alone, with few CTAs, named for the profiler.
+    """Return an NCCL group, outside torch's registry, with few CTAs and a name for the profiler.
 
-    Wait for its works by ``synchronize``: there is no watchdog, and ``wait`` would make the host
-    wait. The user finds out what fails or does not end, and calls ``abort``.
+    Call ``synchronize`` on its works: ``wait`` would make the host wait. As there is no watchdog,
+    the user finds out which collectives fail or do not end, and calls ``abort``.
 
     Args:
-        timeout: Seconds after which the user gives a collective up.
+        store: The store at which the ranks meet.
+        rank, size: Rank of this process, and number of ranks.
+        device: The device of this process.
+        timeout: Seconds after which the user aborts a collective.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=_TORCH_TIMEOUTS * timeout)
@@ -52,7 +55,7 @@ def make_group(
 def group_of(
     backend: dist.ProcessGroupNCCL, store: dist.Store, rank: int, size: int, device: torch.device
 ) -> dist.ProcessGroup:
-    """Make a group of which the backend is the only one."""
+    """Return a process group with this backend as its only one."""
     group = dist.ProcessGroup(store, rank, size)
     group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
     group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
@@ -63,7 +66,7 @@ def group_of(
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, and put them back as they were."""
+    """Set environment variables during a block, and restore them after it."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -80,8 +83,8 @@ class Call:
     """A call that a ``HelperThread`` makes.
 
     Attributes:
-        result: What the call has returned, once ``join`` returned True and ``error`` is None.
-        error: What the call has raised.
+        result: The result of the call, valid if ``join`` has returned True and ``error`` is None.
+        error: The error that the call has raised.
     """
 
     result: Any = None
@@ -95,7 +98,7 @@ class Call:
         function, self._function = self._function, None
         assert function is not None
         try:
-            # A new thread begins on the first device.
+            # The current device is a setting of each thread.
             torch.get_device_module(device).set_device(device)
             self.result = function()
         except Exception as error:
@@ -104,15 +107,15 @@ class Call:
         self._ended.set()
 
     def join(self, timeout: float) -> bool:
-        """Wait for the call; return whether the call has ended."""
+        """Wait ``timeout`` seconds at most for the call; return whether it has ended."""
         return self._ended.wait(timeout)
 
 
 class HelperThread:
-    """A thread for calls of NCCL that may take for ever, which is left behind in such a call.
+    """A thread for calls of NCCL, which may never return; the thread is abandoned then.
 
-    The thread starts here and not with a call: Python 3.12 starts no thread once the interpreter
-    ends, when groups are closed too.
+    The constructor starts the thread, not the first call: Python 3.12 starts no thread once the
+    interpreter shuts down, and groups are closed as late as that.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -123,13 +126,13 @@ class HelperThread:
             target=_make_calls, args=arguments, name="diloco-nccl", daemon=True
         )
         self._thread.start()
-        # At exit the thread is still needed, and ends with the process.
+        # Not at exit: groups that are closed then still need the thread.
         weakref.finalize(self, calls.put, None).atexit = False
 
     def begin(self, function: Callable[[], Any]) -> Call:
-        """Have a function called after the functions that were given before.
+        """Let the thread call a function, after the functions given before; return the call.
 
-        A process that was forked lacks the thread: there nothing is called, which is an error.
+        In a forked process the thread does not exist: there the call ends at once with an error.
         """
         call = Call(function)
         if self._thread.is_alive():

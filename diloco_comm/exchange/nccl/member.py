@@ -1,8 +1,8 @@
 """A member of a group whose exchanges go over NCCL, on streams.
 
-An exchange starts at once, or when the caller has looked at what is encoded. In the second case the
-exchange is held: the host waits for the encoding, and then for the weights of the other replicas,
-which depend on it.
+An exchange starts at once, or is *held* until the caller has checked the encoded values. In the
+second case the host waits for the encoding, and then for the weights of the other replicas: a
+replica with bad values has weight 0.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _CONNECT_S = 30.0
 
 
 class StreamMember(Member):
-    """A member whose fragments on a device are exchanged there, if its collectives are NCCL's.
+    """A member that, with collectives "nccl", exchanges fragments on their device.
 
     Attributes:
-        fixed_weights: Of all ranks, if none of them changes; see ``fix_weight``.
+        fixed_weights: The weights of all ranks, if none of them changes; see ``fix_weight``.
     """
 
     fixed_weights: list[float] | None = None
@@ -47,7 +47,7 @@ class StreamMember(Member):
         super().seal()
 
     def _connect_streams(self, members: tuple[int, ...], store: dist.Store | None) -> None:
-        """Leave the streams of the last epoch; connect this device with the members' devices.
+        """End the NCCL group of the last epoch; connect this device with the members' devices.
 
         Raises:
             SyncError: If a device does not connect.
@@ -64,8 +64,9 @@ class StreamMember(Member):
             raise SyncError(f"the devices did not connect: {error}", stage="connect") from error
 
     def _streams_limit(self) -> float:
-        """Return the seconds in which the devices connect."""
-        # A first group may start NCCL cold, on many hosts; a changed group holds up survivors.
+        """Return the most seconds that the devices may take to connect."""
+        # A first group may be slow, as NCCL starts on many hosts; a changed group must not let the
+        # survivors wait for long.
         is_first = self._driver is None and not self.joins
         changed_s = min(self.timeout, max(self.join_timeout, _CONNECT_S))
         return self.timeout if is_first else changed_s
@@ -86,12 +87,12 @@ class StreamMember(Member):
         self.fixed_weights = None
 
     def fix_weight(self, weight: float | None) -> None:
-        """Agree on weights that stay as they are; a collective call.
+        """Exchange weights that never change, if no rank's weight does; a collective call.
 
-        On streams the host then need not ask for the others' at each send.
+        Then the host need not exchange the weights before each round on streams.
 
         Args:
-            weight: Of this rank; None: it may change.
+            weight: The weight of this rank; None: it may change.
         """
         if self.collectives != "nccl":
             return
@@ -101,7 +102,7 @@ class StreamMember(Member):
     def _start_on_streams(
         self, buffers: ExchangeBuffers, round: Round, sending: Sending, is_held: bool
     ) -> Round:
-        """Enqueue an exchange; of one that is held, the encoding alone."""
+        """Enqueue an exchange, or only its encoding if the exchange is held."""
         driver, header = self._driver, round.header
         assert driver is not None
         if driver.failure:
@@ -122,7 +123,7 @@ class StreamMember(Member):
         return round
 
     def _weights_of(self, header: Header) -> list[float]:
-        """Return the weights of all ranks in a round, which are exchanged if they are not fixed."""
+        """Return the weights of all ranks in a round; exchange them unless they are fixed."""
         weights = self.fixed_weights if header.kind != "all_reduce" else [1.0] * self.size
         if weights is None:
             own = json.dumps(header.weight).encode()
@@ -132,7 +133,10 @@ class StreamMember(Member):
         return weights
 
     def _ship_on_streams(self, round: Round) -> None:
-        """Agree on the weights, then enqueue the rest; ``Round.wait`` raises what failed."""
+        """Agree on the weights, then enqueue the rest of a held exchange.
+
+        If this fails, ``Round.wait`` raises the error.
+        """
         driver, sending = self._driver, round.sending
         assert driver is not None and sending is not None and round.encoded is not None
         buffers = next(one for one in self._all_buffers if round in one.rounds)
@@ -159,7 +163,7 @@ class StreamMember(Member):
         control: _C.Job,
         events: tuple[torch.Event, ...],
     ) -> StreamJob:
-        """Make the job of an exchange that is enqueued."""
+        """Return the job for an exchange that is enqueued."""
         sent = (self.size - 1) * buffers.layout.payload_bytes
         if buffers.num_phases == 2:
             both = buffers.layout.payload_bytes + buffers.mean_layout.payload_bytes
@@ -176,11 +180,11 @@ class StreamMember(Member):
 def _agree_on_weights(member: Member, round: Round) -> list[float]:
     """Return the weights of all ranks; a collective call.
 
-    What all ranks have said stays as the round's headers where the round cannot be sent.
+    If this raises because of the weights, the round's headers have all ranks' weights and resets.
 
     Raises:
-        NonFiniteError: No weight is left, as every rank that had one was reset.
-        SyncError: The weights are not finite or all zero, or the group fails.
+        NonFiniteError: If all weights are 0 because every rank that had one was reset.
+        SyncError: If the weights are not finite or all zero, or the group fails.
     """
     header = round.header
     own = json.dumps([header.weight, header.is_reset]).encode()

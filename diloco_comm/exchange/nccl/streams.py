@@ -1,11 +1,11 @@
 """Exchanges that never leave the device: NCCL on a side stream.
 
-Everything is enqueued from the calling thread, in an order that (round, chunk) alone decides, so
-that it is the same on all ranks. The fragment is encoded on the caller's stream, which may then
-change the parameters; a side stream sends, reduces and votes. The host waits for nothing here. It
-asks events later, and the verdict of the vote lies on the device for ``outer_step`` to read.
+The calling thread enqueues all work, in an order that follows from (round, chunk) alone and so is
+the same on all ranks. The fragment is encoded on the caller's stream, which may then change the
+parameters; a side stream sends, reduces and votes. The host waits for nothing here. It queries
+events later, and ``outer_step`` reads the result of the vote on the device.
 
-Small messages, which say what an exchange is about, travel over the engine's gloo groups meanwhile.
+Meanwhile the headers of the round travel over the engine's gloo groups.
 """
 
 from __future__ import annotations
@@ -29,19 +29,22 @@ from ..waits import WaitLog
 from .connections import Connections
 
 _POLL_S = 2e-5
-# A failure's words about the other replicas, as in ``_C.Failure``.
+# Fields of ``_C.Failure`` about the other replicas, for a failure that blames none.
 _NO_BLAME: dict[str, Any] = {"missing": [], "replicas": [], "cause": ""}
 
 
 class StreamJob:
-    """An exchange on streams; fulfils ``round.Job`` as the engine's jobs do.
+    """An exchange on streams; has the methods of ``round.Job``, as the engine's jobs have.
 
     Args:
+        driver: Gets the events back at the end.
         control: The engine's job that exchanges and compares the headers.
-        events: Everything is encoded; the first chunk may leave; all chunks are here; the verdict
-            is. They tell the time, and the driver gets them back.
-        presumed: Headers of all ranks as far as this one knows them: its own, with each weight.
-        members: Replicas in rank order.
+        round: The round.
+        events: Four events with times: all is encoded; the first chunk may be sent; all chunks
+            have come; the result of the vote is known.
+        presumed: The expected headers of all ranks: copies of the own one, with each rank's weight.
+        members: Numbers of the replicas in rank order.
+        sent_bytes: Bytes that this rank sends, and receives.
     """
 
     encode_seconds = 0.0
@@ -58,13 +61,13 @@ class StreamJob:
     ) -> None:
         assert round.own.ballot is not None
         self.driver, self.control = driver, control
-        # Not the round itself: it holds this job, and such a circle lives until the next collection
-        # of garbage, with the round's payloads on the device.
+        # No reference to the round, which refers to this job: such a cycle would keep the round's
+        # payloads on the device until the next garbage collection.
         self._header, self._ballot = round.header, round.own.ballot
         num_payloads = len(members) if round.num_phases == 1 else 1
         self._digest_bytes = num_payloads * round.mean_layout.payload_bytes
         self.encoded, self.leaving, self.data, self.done = events
-        # Recorded on the caller's stream before and after that waits.
+        # Events on the caller's stream, before and after it waits for the exchange.
         self._stops: list[torch.Event] = []
         self._presumed, self.members = presumed, members
         self.weights = shares([header.weight for header in presumed])
@@ -78,26 +81,26 @@ class StreamJob:
 
     @property
     def headers(self) -> list[_C.Header]:
-        """Every rank's, in rank order; what is presumed of them if the vote came without them."""
+        """The headers in rank order; the expected ones if the vote succeeded before these came."""
         return self._headers or self.control.headers
 
     @property
     def digest(self) -> int:
-        """The digest of the payloads, once the vote is on the host."""
+        """The digest of the payloads; valid once the host has the result of the vote."""
         product, total = self._ballot.host_digest.tolist()
         return finish_digest(product, total, self._digest_bytes)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By the device's clock: of the exchange, and of the caller's stream without work."""
+        """The device's time for the exchange, and the time for which the caller's stream waited."""
         return {"total": self.leaving.elapsed_time(self.done) / 1e3, "exposed": self._exposed_s()}
 
     @property
     def standing(self) -> str:
         """How far the vote of a failed exchange was: "none", "voted" or "rejected".
 
-        Only a rank that has voted can hold a round that others have applied. Nobody applies a round
-        if any rank has seen a bad vote, the own vote among them.
+        "voted": others may have applied the round. "rejected": nobody applies it, as a rank, this
+        one or another, has voted no.
         """
         assert self.failure is not None
         if self.failure.kind == "NonFiniteError":
@@ -108,12 +111,12 @@ class StreamJob:
 
     @property
     def waiting(self) -> str:
-        """The replica whose header is waited for, in words; empty once all headers are here."""
+        """Words for the replica whose header has not come; "" once all headers have."""
         return self.control.waiting
 
     @property
     def num_bad_encoded(self) -> int | None:
-        """Own elements that no wire carries; None: not on the host yet."""
+        """Number of own elements that cannot be encoded; None until the host knows it."""
         return int(self._ballot.host_bad) if self.encoded.query() else None
 
     @property
@@ -123,7 +126,7 @@ class StreamJob:
         return self.is_decided
 
     def wait(self, seconds: float) -> bool:
-        """Poll until the exchange is decided; the host sleeps in between, never in the driver."""
+        """Poll until the exchange has ended; the host sleeps between two polls."""
         self._expect_wait()
         deadline = time.monotonic() + seconds
         while not self.is_done:
@@ -133,11 +136,11 @@ class StreamJob:
         return True
 
     def wait_landed(self, runs: int, seconds: float) -> int:
-        """Return ``runs`` at once: the host sees no part of a result before all of it."""
+        """Return ``runs`` at once: the host cannot see parts of a result before all has come."""
         return runs
 
     def wait_for_headers(self) -> None:
-        """Wait until the headers are compared, or the exchange is decided."""
+        """Wait until the headers are compared, or the exchange has ended."""
         self._expect_wait()
         log = WaitLog()
         while not self.control.is_done and not self.is_done:
@@ -148,7 +151,7 @@ class StreamJob:
         self.driver.give_back((self.encoded, self.leaving, self.data, self.done, *self._stops))
 
     def _expect_wait(self) -> None:
-        """Note on the caller's stream that the result is needed from here on."""
+        """Record an event where the caller's stream begins to wait, to measure the exposed time."""
         if not self._stops:
             self._stop(torch.accelerator.current_stream(self.driver.device))
 
@@ -163,16 +166,16 @@ class StreamJob:
         self._stops[-1].record(stream)
 
     def _exposed_s(self) -> float:
-        """Return for how long the caller's stream stood still; the exchange is over."""
+        """Return for how long the caller's stream waited for the exchange, which has ended."""
         if len(self._stops) < 2 or not self._stops[0].query():
-            return 0.0  # The stream gets there after the exchange.
+            return 0.0  # The stream begins its wait after the end of the exchange.
         first, last = self._stops
         while not last.query():
-            pass  # Between the two the stream does nothing but wait for the exchange.
+            pass  # This ends at once: the exchange, for which the stream waits, has ended.
         return first.elapsed_time(last) / 1e3
 
     def look(self) -> None:
-        """Note how far the device is. After an abort every event is reached, whatever came."""
+        """Note how far the device is; not after an abort, which lets all events pass."""
         if not self.driver.failure:
             self.has_data = self.has_data or self.data.query()
             self.has_votes = self.has_votes or self.done.query()
@@ -189,7 +192,7 @@ class StreamJob:
         elif time.monotonic() - self._begin > self.driver.timeout:
             self._fail("SyncError", f"not done after {self.driver.timeout:g} s")
         elif not self.has_votes and (failure := self.driver.engine.dead_failure) is not None:
-            # A change of the group has begun, or another exchange has lost a replica.
+            # The engine's epoch has ended: a change of the group, or a replica lost elsewhere.
             self._fail("SyncError", self._ended(failure.message), missing=failure.missing)
 
     def _count_votes(self) -> None:
@@ -211,8 +214,8 @@ class StreamJob:
             )
 
     def _fail_with_control(self, failure: _C.Failure) -> None:
-        # A vote of all ranks counts, also if one of them left afterwards; a vote on rounds that are
-        # not the same never does.
+        # If all ranks have voted, the votes count although the headers failed, as when a rank left
+        # afterwards. But they never count if the ranks' rounds differ.
         if self.has_votes and failure.kind != "ReplicaMismatch" and not self._ballot.quitters():
             self._headers = self._presumed
             self._count_votes()
@@ -225,15 +228,16 @@ class StreamJob:
         message = self._named(why)
         self.driver.abort(message)
         is_mismatch = kind == "ReplicaMismatch"
-        # Headers are compared before the outer step is enqueued: no round that differs is applied.
+        # Headers are compared before the outer step is enqueued, so with a mismatch nothing is
+        # applied.
         is_over = not is_mismatch and self._is_over()
         if is_over and not bool(self._ballot.host_verdict):
             # The device found the vote unanimous before the abort, and has taken the outer step.
             self._headers = self._presumed
             self._count_votes()
             return
-        # Where the data came before the abort the own vote may have left, with or without the
-        # headers.
+        # If all chunks came before the abort, the own vote may have been sent, with or without the
+        # headers of the others.
         has_data = self.has_data or (is_over and not bool(self._ballot.host_given_up))
         stage = "vote" if has_data and not is_mismatch else stage or "exchange"
         if stage == "vote":
@@ -247,14 +251,16 @@ class StreamJob:
         return why if why.startswith(name) else f"{name}: {why}"
 
     def _ended(self, why: str) -> str:
-        """Name the exchange, the place and the time of a failure, as the engine does."""
+        """Return the message of a failure, in the form that the engine's messages have."""
         where = f"round {self._header.round} failed at exchange"
         seconds = time.monotonic() - self._begin
         return f"sync of fragment {self._header.fragment}, {where} after {seconds:.1f} s: {why}"
 
     def _is_over(self) -> bool:
-        """Wait until the device is past the vote, as it is after an abort; return whether it is."""
-        # An abort ends the collectives; what was enqueued after them takes no time.
+        """Wait until the device is past the vote; return whether it is.
+
+        After an abort that takes almost no time: the abort ends the collectives.
+        """
         deadline = time.monotonic() + self.driver.seconds_to_end()
         while not self.done.query() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -270,18 +276,18 @@ class StreamJob:
 # ------------------------------------------------------------------------------------------ streams
 
 
-# Kernels on the side stream get three blocks for each four multiprocessors of a device: 99 on an
-# H200, at most one on each of the 132 multiprocessors, where most of the registers stay free for
-# the training's kernels. On an H200 CUDA's reduce then reads 360 GB/s of four int8 payloads, seven
-# times what a NIC of 400 Gbit/s brings, and costs kernels that memory bounds half of what a full
-# grid does. Triton's costs such kernels as much as with a full grid
+# Kernels on the side stream get three blocks for each four multiprocessors of a device. On an H200
+# that is 99, at most one on each of the 132 multiprocessors, so that most registers stay free for
+# the training's kernels. The CUDA reduce then still reads 360 GB/s of four int8 payloads, seven
+# times the rate of a NIC of 400 Gbit/s, and slows memory-bound kernels of the training half as much
+# as with a full grid. Triton's reduce slows them as much as with a full grid
 # (docs/measurements/gpu-kernels.md).
 SIDE_SHARE = 4
 _REDUCE_BLOCKS = 3
 
 
 def side_blocks(device: torch.device) -> int:
-    """Return the most blocks of a kernel on the side stream; 0, no bound, for other than CUDA."""
+    """Return the most blocks of a kernel on the side stream; 0 (no bound) on devices but CUDA."""
     if device.type != "cuda":
         return 0
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -289,7 +295,7 @@ def side_blocks(device: torch.device) -> int:
 
 
 def _grown(buffer: Tensor, size: int) -> Tensor:
-    """Return a buffer of at least ``size`` elements; what is in a larger one is lost."""
+    """Return ``buffer`` if it has at least ``size`` elements; else a new one, uninitialised."""
     return buffer if buffer.numel() >= size else buffer.new_empty(size)
 
 
@@ -297,8 +303,8 @@ class StreamDriver(Connections):
     """Enqueues the exchanges of one replica in one epoch.
 
     Attributes:
-        max_blocks: Bound of the grid of each kernel on the side stream, but for the ``encode`` and
-            ``decode`` of Triton.
+        max_blocks: Most blocks of each kernel on the side stream; Triton's ``encode`` and
+            ``decode`` ignore it.
     """
 
     def __init__(
@@ -321,9 +327,9 @@ class StreamDriver(Connections):
         self._num_votes = 0
 
     def reserve(self, buffers: ExchangeBuffers) -> None:
-        """Allocate what a fragment needs beside its own buffers, which all fragments share."""
+        """Make the staging buffers, which all fragments share, large enough for this fragment."""
         num_values = buffers.layout.run_elements if buffers.reencodes else 0
-        # The old ones may still be in use on the side stream: the allocator must see that.
+        # The side stream may still use the old buffers, so free them there.
         with current(self.side):
             self._staging = _grown(self._staging, buffers.staging_bytes)
             self._values = _grown(self._values, num_values)
@@ -335,11 +341,11 @@ class StreamDriver(Connections):
     def enqueue(
         self, buffers: ExchangeBuffers, round: Round, sending: Sending
     ) -> tuple[torch.Event, ...]:
-        """Enqueue one exchange; returns its events, see ``StreamJob``."""
+        """Enqueue one exchange; return its events, see ``StreamJob``."""
         return self.post(buffers, round, sending, self.encode(buffers, round, sending))
 
     def encode(self, buffers: ExchangeBuffers, round: Round, sending: Sending) -> torch.Event:
-        """Enqueue the encoding of an exchange; returns when it is done."""
+        """Enqueue the encoding of an exchange on the caller's stream; return its last event."""
         ballot = round.own.ballot
         assert ballot is not None
         here = torch.accelerator.current_stream(self.device)
@@ -353,7 +359,10 @@ class StreamDriver(Connections):
         return ready
 
     def mark(self, buffers: ExchangeBuffers) -> torch.Event:
-        """Say that a payload is ready when all that the caller has enqueued by now is done."""
+        """Record on the caller's stream that all chunks are ready from here on; return the event.
+
+        The caller may have changed the payload since ``encode``.
+        """
         here = torch.accelerator.current_stream(self.device)
         ready = self.take_event()
         for event in (*self._encoded[: buffers.num_chunks], ready):
@@ -363,7 +372,7 @@ class StreamDriver(Connections):
     def post(
         self, buffers: ExchangeBuffers, round: Round, sending: Sending, ready: torch.Event
     ) -> tuple[torch.Event, ...]:
-        """Enqueue the rest of an exchange whose encoding is done at ``ready``; as ``enqueue``."""
+        """Enqueue an exchange after its encoding, which is done at ``ready``; return its events."""
         ballot = round.own.ballot
         assert ballot is not None
         leaving, data, done = (self.take_event() for _ in range(3))
@@ -490,7 +499,7 @@ class StreamDriver(Connections):
     def _reencode(
         self, buffers: ExchangeBuffers, round: Round, sending: Sending, chunk: int, length: int
     ) -> None:
-        """Enqueue a reduction whose mean goes onto another wire than the payloads."""
+        """Enqueue the reduction of a run whose mean is encoded on another wire."""
         assert round.result is not None and round.own.ballot is not None
         layout, mean = buffers.layout, buffers.mean_layout
         received = self._received(buffers, chunk)
@@ -538,7 +547,7 @@ class StreamDriver(Connections):
         self._works.pop(("publish", chunk)).synchronize()
 
     def _digest(self, buffers: ExchangeBuffers, round: Round) -> None:
-        """Add up the digest of the payloads that make the mean; they are complete here."""
+        """Enqueue the digest of the payloads that make the mean, which have come by now."""
         assert round.own.ballot is not None
         if self.size == 1 or round.header.kind == "all_reduce":
             return
@@ -560,7 +569,7 @@ class StreamDriver(Connections):
         ballot.host_digest.copy_(ballot.digest, non_blocking=True)
 
     def _vote(self, ballot: Ballot) -> None:
-        # All ranks vote in the same order, so the numbers of a vote are equal.
+        # All ranks vote in the same order, so a vote has the same number, and token, on all ranks.
         self._num_votes += 1
         ballot.token = vote_token(self._num_votes)
         ballot.given_up.copy_(self._given_up, non_blocking=True)
