@@ -9,7 +9,7 @@
 # file's registers and spills goes to build/cuda.
 include(csrc/cuda/decide.cmake)
 
-# The kernels get machine code for the architectures below that nvcc knows, and PTX for later ones.
+# Machine code for what nvcc can of these, and PTX for what comes later.
 if(can_compile_cuda)
   set(cuda_archs ${DILOCO_CUDA_ARCHS})
   if(NOT cuda_archs)
@@ -21,8 +21,7 @@ if(can_compile_cuda)
     endforeach()
   endif()
 endif()
-# Adds a library of the operators' registrations, linked with the given objects and libraries, which
-# have the kernels.
+# A library of the registrations, and of the kernels in the given objects and libraries.
 function(add_operators name)
   add_library(${name} OBJECT EXCLUDE_FROM_ALL csrc/operators/cuda.cpp)
   target_include_directories(${name} PRIVATE csrc)
@@ -31,9 +30,8 @@ function(add_operators name)
   set_target_properties(${name} PROPERTIES CXX_VISIBILITY_PRESET hidden)
 endfunction()
 
-# Adds a library of the kernels for the given architectures, with nvcc's reports in
-# build/cuda/FOLDER. The flags forbid fused multiply-adds and flushing sub-normals to zero, so that
-# the kernels write the same bytes as every other implementation.
+# A library of the kernels, for the given architectures, with its reports in build/cuda/FOLDER. No
+# contraction and no flushing: the same bytes as every other implementation.
 function(add_kernels name folder)
   # Drivers before 12.4 do not read the smaller form; those of CUDA 13 do.
   set(compress -Xfatbin=-compress-all)
@@ -97,8 +95,7 @@ target_link_libraries(diloco_emulated PRIVATE torch_headers)
 set_target_properties(diloco_emulated PROPERTIES CXX_VISIBILITY_PRESET hidden
   LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR}/build/emulated)
 
-# cuda_sample builds the emulated kernels and the smallest file of kernels, cuda_tests all that the
-# tests need.
+# The emulation and the kernels of the smallest file; cuda_tests has all that the tests read.
 add_custom_target(cuda_sample DEPENDS diloco_emulated)
 add_custom_target(cuda_tests DEPENDS diloco_emulated)
 if(can_compile_cuda)

@@ -1,13 +1,12 @@
-# Decides whether the CUDA kernels are built, from DILOCO_CUDA and the tools that are found. With
-# DILOCO_KERNELS, a folder of compiled kernels, no tools are needed. Other inputs: TORCH_VERSION and
-# TORCH_CUDA (torch's CUDA version, or empty). Sets
+# Decides whether the CUDA kernels are built, from DILOCO_CUDA and what is found. DILOCO_KERNELS, a
+# folder of compiled kernels, needs nothing else. Takes TORCH_VERSION
+# and TORCH_CUDA (torch's CUDA version, or empty); sets
 #   DILOCO_HAS_CUDA     whether the extension gets them, and cuda_reason: why, or why not
 #   can_compile_cuda    whether they could be built at all
 #   kernel_files        the names of their sources
 # Also runs alone, as a script: cmake -D TORCH_VERSION=... -P csrc/cuda/decide.cmake
 
-# In the output of `nvcc --dryrun`, TOP is the folder of the toolkit, even if `nvcc` on PATH is only
-# a script that calls another nvcc.
+# TOP is where the toolkit lies, also when `nvcc` on PATH is a script that calls another.
 find_program(DILOCO_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH /usr/local/cuda PATH_SUFFIXES bin)
 set(nvcc_version "")
 if(DILOCO_NVCC)
