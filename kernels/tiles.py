@@ -28,7 +28,10 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @triton.jit
 def find_tile(tiles_ptr, segments_ptr, place, count, TILE: tl.constexpr, DTYPE_SET: tl.constexpr):
-    """The row of a tile, for ``load_tile`` and ``store_tile``, and whether it is in one tensor."""
+    """Return a tile's row of the first table, and whether it is uncut, aligned, in one tensor.
+
+    ``load_tile`` and ``store_tile`` take the row.
+    """
     if DTYPE_SET == 0:
         where = place
         kind = tl.where(count >= TILE, 0, -1)

@@ -66,13 +66,13 @@ struct StepConstants {
     float clip;   // +Inf: none
     float alpha;  // weight of the local value
     float one_minus_alpha;
-    // The next five are for Adam only.
+    // The next five members are for Adam only.
     float one_minus_beta1;
     float beta2;
     float one_minus_beta2;
     float sqrt_correction;  // sqrt(1 - beta2^step)
     float eps;
-    // The next three are for kCommit only: weights in its step.
+    // The next three members are for kCommit only: the weights in step_rule.h's commit_update().
     float direct;   // weight of the sum of arrivals
     float ahead;    // weight of the new momentum
     float behind;   // weight of the old momentum

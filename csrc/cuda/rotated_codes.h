@@ -27,7 +27,7 @@ struct RotatedTile : wire::Rotation<kFormat> {
     static constexpr int kBlocks = kQuads / kRows;  // blocks of a tile
     static constexpr int kKeptRows = Base::kKept > kRow ? Base::kKept / kRow : 1;
     static constexpr int kKeptLanes = Base::kKept < kRow ? Base::kKept / kQuad : kLanes;
-    // Rows of the code, 16 bytes (128 bits) each.
+    // The number of rows of 16 bytes (128 bits) in the code of a block.
     static constexpr int kCodeRows = Base::kHasLevels ? 2 * kKeptRows : kKeptRows;
     static_assert(kQuads % kRows == 0 && kRows % kKeptRows == 0);
 };

@@ -390,7 +390,7 @@ class Swap:
 
     @property
     def is_outer(self) -> bool:
-        """Whether the model holds the outer parameters, by this object or by the user."""
+        """Whether the model holds the outer parameters, put there by this object or the user."""
         return self._diloco._is_swapped
 
     @property

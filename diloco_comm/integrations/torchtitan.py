@@ -113,7 +113,7 @@ def semi_sync_training(
     inner = _optimizers(optimizer if optimizers is None else optimizers)
     with DiLoCo(whole, inner, **chosen) as diloco:
         yield diloco
-        # The program may have ended it within the block.
+        # The program may have closed DiLoCo within the block.
         if not diloco._is_closed:
             finish(diloco)
 
@@ -156,7 +156,7 @@ def _fragments(section: Mapping[str, Any]) -> Any:
 
 
 def _place(section: Mapping[str, Any], peers: StorePeers) -> StorePeers:
-    """Return the peers with this replica's place by the section, where the program says none."""
+    """Fill in the replica's number and the group's size from the section, if not given in peers."""
     if peers.replica is None:
         peers = dataclasses.replace(peers, replica=section["replica_id"])
     if peers.of is None and peers.members is None:

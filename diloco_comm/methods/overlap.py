@@ -40,11 +40,11 @@ class Own:
 
 
 class Overlap:
-    """Base of the policies; plain values.
+    """Base of the policies, which hold plain values only.
 
     Attributes:
-        rounds: A result is due when its fragment is sent for the ``rounds``-th time after it; with
-            0 the result is due ``delay`` inner steps after its send.
+        rounds: A result is due ``rounds`` sends of its fragment after its own send; with 0 the
+            result is due ``delay`` inner steps after its send.
         alpha: Weight of the local value in the merge: alpha*local + (1-alpha)*outer.
         first: The rule for a send at which no result can be due yet; see ``Eager``.
         clip: Bound on the elements of the outer momentum, or None.

@@ -53,7 +53,7 @@ class DigestReading:
 
     @property
     def is_done(self) -> bool:
-        """Whether the digests come without a wait."""
+        """Whether ``each`` would return without waiting for a device."""
         return all(reading.is_copied for _, reading in self._readings)
 
     def each(self) -> list[int]:

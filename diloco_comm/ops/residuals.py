@@ -144,7 +144,11 @@ class Residuals:
     # ----------------------------------------------------------------------- of the reduction
 
     def plan_reduction(self, count: int) -> None:
-        """Start anew with ``count`` elements to reduce; 0 for none."""
+        """Make the residuals of reductions anew, all zero.
+
+        Args:
+            count: Elements whose mean this replica encodes; 0 if it encodes none.
+        """
         num_chains = self.num_chains if self.error_feedback and count else 0
         self._reductions = [
             Residual.zero(count, self.dtype, self.reduces_on) for _ in range(num_chains)

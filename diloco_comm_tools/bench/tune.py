@@ -107,7 +107,13 @@ def _by_precision(wires: tuple[str, ...]) -> list[str]:
 
 
 def _fitting(found: list[dict[str, Any]], settings: Settings) -> dict[str, Any]:
-    """Return the choice for the wire to use, from choices in order of precision."""
+    """Return the choice of the most precise wire within the budget, else of the fastest wire.
+
+    Without a budget it is the choice of the first wire in the settings.
+
+    Args:
+        found: The choices, one for each wire, the most precise wire first.
+    """
     if settings.budget_s is None:
         return next(c for c in found if c["config"]["wire"] == settings.wires[0])
     for choice in found:

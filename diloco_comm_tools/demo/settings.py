@@ -138,7 +138,7 @@ class Decoupled(Training):
 
     Attributes:
         num_steps: Inner steps of a learner that is neither slow nor killed.
-        slow_factor: The slow learner's step over ``step_s``.
+        slow_factor: A step of the slow learner takes this many times ``step_s``.
     """
 
     num_steps: int = 300

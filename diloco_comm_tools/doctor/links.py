@@ -338,7 +338,7 @@ class _Side:
         trip_s = round_trip(groups[0], peer, asks=self._rank == 0)
         self._seen["round_trip_ms"] = trip_s * 1e3
         self._seen["congestion"] = link.lanes(nonce)[0][2] or None
-        # Through a relay the packets are those between this process and the relay.
+        # For a pair at a relay, retransmissions are counted between this process and the relay.
         self._seen["rates"].append(measure_rate(link, nonce, groups, peer, trip_s))
         if self._request.lanes > 1:
             groups = self._connect(self._request.lanes)

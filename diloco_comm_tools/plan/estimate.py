@@ -288,8 +288,8 @@ def find_settings(
 ) -> list[Setting]:
     """Find, for each method and wire, the smallest of ``ROUNDS_TRIED`` that reaches the target.
 
-    In ``step`` granularity; ``sync_every`` is 1 for data parallel. Other arguments, such as the
-    round trip, are the request's.
+    Utilisation is predicted at the granularity "step" (``simulator.py``). ``sync_every`` is 1 for
+    data parallel. Other arguments, such as the round trip, are the request's.
     """
     return [
         setting

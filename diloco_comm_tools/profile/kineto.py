@@ -71,7 +71,7 @@ class KinetoTrace:
         self._cpu_communication = Rows(2)
         self._steps = array("d")
         self._threads: dict[tuple[Any, Any], int] = {}
-        # (fragment, round): begin of the encoding, then of the exchange
+        # The begin of the encoding, by fragment and round, until the exchange is recorded.
         self._sent: dict[tuple[str, str], float] = {}
 
     @classmethod
@@ -105,7 +105,10 @@ class KinetoTrace:
         return trace
 
     def _take(self, found: dict[str, Any]) -> dict[str, Any] | None:
-        """Take in an event, which is then dropped; return any other object as it is."""
+        """Serve as the JSON parser's hook: record an event and return None in its place.
+
+        Any other object is returned as it is.
+        """
         if not {"ph", "pid"} <= found.keys():
             return found
         self._add(found)

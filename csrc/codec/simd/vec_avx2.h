@@ -304,8 +304,8 @@ struct Vec {
         const int mask = _mm256_movemask_epi8(_mm256_shuffle_epi8(bytes, order));
         __builtin_memcpy(bits, &mask, sizeof(mask));
     }
-    // Stores the bits v > border of four such vectors, and adds border - v of these elements to
-    // `sum`.
+    // Stores a bit for each element v of four vectors, which is set if v > border, and adds the
+    // border - v of the elements with a set bit to `sum`.
     static void store_larger(uint8_t* bits, I border, const I* v, I& sum) {
         I lacking[4];
         for (int i = 0; i < 4; ++i) {

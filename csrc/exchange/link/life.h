@@ -58,9 +58,9 @@ class OwnClock {
 // The signs of life of another process. Times are in seconds of the OwnClock.
 struct PeerLife {
     std::string nonce{};
-    // Since the last byte came on any lane; infinite before the first byte.
+    // Seconds since the last byte came on any lane; infinite before the first byte.
     double silent_s = std::numeric_limits<double>::infinity();
-    // Since the peer's inner step changed, or bytes of a round went in either direction.
+    // Seconds since the peer's inner step changed, or bytes of a round went in either direction.
     double still_s = std::numeric_limits<double>::infinity();
     uint64_t inner_step = 0;
     std::string phase{};

@@ -390,7 +390,7 @@ class Link : public std::enable_shared_from_this<Link> {
     Clock::time_point next_sweep_{};
     std::vector<uint8_t> scratch_;  // payloads that nobody wants are read into it
 
-    // Keys of 64 bits are hashes of the service's name.
+    // Keys of type uint64_t, here and below, are hashes of a service's name.
     std::map<uint64_t, std::weak_ptr<link::Responder>> responders_;
     std::map<link::PeerId, Clock::time_point> unknown_hosts_;  // when to look them up again
     std::map<uint64_t, std::set<link::PeerId>> reached_;

@@ -39,6 +39,7 @@ using store::Channel;
 using store::Request;
 
 constexpr size_t kMostClients = 4096;
+// How long a client may take for its handshake.
 constexpr std::chrono::seconds kHandshake{5};
 // How long a client may take to receive an answer.
 constexpr std::chrono::seconds kTaken{60};
@@ -47,7 +48,9 @@ constexpr size_t kMostHeld = size_t{512} << 20;
 // kMostTurns: steps for one client before others are served. kMostCallers: connections that are
 // accepted in one pass.
 constexpr int kMostTurns = 16, kMostCallers = 256;
+// The most answers that are remembered, in case their clients ask again, and the bytes of each.
 constexpr size_t kMostRemembered = 16384, kMostRememberedBytes = 4096;
+// kDeaf: how long no connection is accepted after be_deaf(). kLook: the longest wait of a pass.
 constexpr milliseconds kDeaf{100}, kLook{1000};
 constexpr size_t kMostClientName = 64;
 constexpr uint64_t kMostGreeting = 1024;  // the largest kHello in bytes

@@ -28,7 +28,7 @@ using Keys = std::vector<std::string>;
 
 // ------------------------------------------------------------------------------------ values
 
-// The values by key. Threads may use a table at the same time.
+// The store's values by key. Several threads may use a table at the same time.
 class Table {
   public:
     // `poke` is called, under the table's mutex, when a watched key has been set.
@@ -104,8 +104,8 @@ class Records {
     Record read(const std::string& run) const;
     // The records of all runs.
     std::map<std::string, std::string> all() const;
-    // Queues a swap of a client; advance() will return its answer. `parts` are run, expected record
-    // and new record.
+    // Queues a client's request to replace the record of a run (a swap); advance() will return the
+    // answer. `parts` are the run, the expected record and the new record.
     void swap(int client, const Keys& parts);
     // Drops the swap of a client that has gone, unless it is in a batch already.
     void forget(int client);
