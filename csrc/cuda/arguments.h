@@ -86,7 +86,7 @@ constexpr bool is_small_tile(int tile, wire::Format format, int64_t block_size) 
 }
 // The block size for which encode, reduce and decode have kernels for whole tiles (tiles.h).
 constexpr int kUsualBlock = 256;
-// The tile of all other operators.
+// The number of elements in a tile of outer steps and merge, and of decode in rotated formats.
 constexpr int kStepTile = 512;
 constexpr int decode_tile_of(wire::Format format) {
     return wire::has_element_codes(format) ? 256 : kStepTile;

@@ -779,8 +779,8 @@ def make_outer(outer: OuterOptimizer | Factory | str | dict[str, Any] | None) ->
     Raises:
         TypeError: If it is neither an outer optimizer nor callable; an optimizer of torch that is
             made already, or its class, is answered with the function to write.
-        ValueError: If a name is of none of this package, or if a saved configuration names a
-            function, which cannot be restored.
+        ValueError: If no optimizer of this package has the name, or if a saved configuration names
+            a function, which cannot be restored.
     """
     if outer is None:
         return Nesterov()

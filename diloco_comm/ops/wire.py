@@ -156,7 +156,7 @@ class WireFormat:
 
     @cached_property
     def code_unit(self) -> tuple[int, int]:
-        """The fewest elements whose codes are whole bytes, and these bytes."""
+        """The fewest elements whose codes together are whole bytes, and the number of bytes."""
         if self.is_rotated:
             return _ROTATED[self.name]
         if self.is_sparse:
@@ -180,7 +180,7 @@ class WireFormat:
         """Largest magnitude of a code; the scale is a block's absmax over it, rounded up.
 
         Raises:
-            ValueError: If the format has no scales, or none that follows from the absmax.
+            ValueError: If the wire has no scales, or no code for a single element.
         """
         qmax = _CODES[self.name][1] if self.has_element_codes else None
         if qmax is None:

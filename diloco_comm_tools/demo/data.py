@@ -101,7 +101,7 @@ def _read(data: Path) -> bytes:
 
 
 def _standard_library() -> dict[str, bytes]:
-    """Map the names of the top-level modules, and of pydoc's topics, to their text."""
+    """Return the text of the standard library's top-level modules and pydoc's topics, by name."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [*root.glob("*.py"), *root.glob("pydoc_data/topics.py")]
     if not files:

@@ -39,9 +39,11 @@ _POLL_S = 0.05
 # Time in which a pair connects. A packet that is dropped is sent again after 1 s and after 3 s.
 LINK_S = 10.0
 PINGS, PING_S = 20, 3.0
-# Seconds in which bytes are counted, after a start of ten round trips within these bounds.
+# Bytes are counted for RATE_S seconds. Before, messages flow for ten round trips, but for at least
+# LEAST_START_S and at most MOST_START_S seconds.
 RATE_S, LEAST_START_S, MOST_START_S = 2.0, 0.5, 2.0
-# How long a peer may take for a word; 2 s of queue in each direction fit several times.
+# How long a peer may take to answer a short message: several times 2 s, which a long queue may add
+# in each direction.
 _WORD_TIME = timedelta(seconds=20)
 _WORDS, _BULK = 1, 2  # tags
 # Number and size of the messages that each lane has under way in each direction, enough to fill a

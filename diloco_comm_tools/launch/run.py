@@ -47,7 +47,7 @@ _SHUTDOWN_S = 10
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start.
+    """The replica that a launcher starts.
 
     Attributes:
         registry, run, replica, key, is_insecure: As in ``Elastic``.
