@@ -110,8 +110,8 @@ class NonFiniteError(SyncError):
     The group still works, and training may go on with all replicas. To go on without such values,
     leave the replicas in ``missing`` out of the group.
 
-    With ``on_nonfinite="reset"``, a round is applied, and this error is raised after it, if a
-    replica was reset too often.
+    With ``nonfinite="reset"`` this error says that a replica was reset too often. That round is
+    applied, and the error is raised after it.
 
     Attributes:
         replicas: The replicas with such values, as in ``missing``. If only the mean is out of the
@@ -154,7 +154,7 @@ def difference(name: str, values: Mapping[str, Sequence[int]]) -> str:
 
 
 def way_on(last: SyncError | None) -> str:
-    """Return advice for a program that asked for a change of the group while nobody is missing.
+    """Return advice for a program that called ``change_group("survivors")`` with nobody missing.
 
     Args:
         last: The error of the last exchange; None if it did not fail.
