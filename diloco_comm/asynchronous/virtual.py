@@ -28,8 +28,8 @@ class VirtualWorker:
         local: The worker's model.
         train_step: Takes one inner step on that model.
         seconds_per_step: Virtual seconds of one inner step.
-        latency: Virtual seconds between the end of a round and its arrival at the server.
-        begin_round: Called before the first step of a round with the round's number of steps.
+        latency: Virtual seconds from the end of a round to its update's arrival at the server.
+        begin_round: Called with the number of a round's steps before the first one.
     """
 
     local: LocalModel
@@ -50,10 +50,10 @@ class VirtualWorker:
 
 
 class VirtualRun:
-    """Workers around one coordinator; the model takes the first worker's parameters.
+    """Workers around one coordinator, whose model begins with the first worker's parameters.
 
     Attributes:
-        now: Virtual seconds.
+        now: The virtual time in seconds, 0 at first.
         num_updates: Updates that arrived, refused ones included.
         num_steps: Inner steps of these updates.
     """
@@ -100,8 +100,8 @@ class VirtualRun:
 
         Args:
             num_updates: Stop when so many updates have arrived since the run was made.
-            seconds: Stop before the first arrival after this virtual time.
-            num_steps: Stop when the updates that arrived have so many inner steps.
+            seconds: Stop before the first arrival that is later than this virtual time.
+            num_steps: Stop when the updates that have arrived took so many inner steps together.
             on_update: Called after each arrival with the time, the worker's index and the outcome.
         """
         if num_updates is None and seconds is None and num_steps is None:

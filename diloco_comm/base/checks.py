@@ -1,4 +1,4 @@
-"""Checks of single arguments, which return plain values as JSON has; warnings; and loggers.
+"""Checks of single arguments, which return plain Python values; warnings; and loggers.
 
 This module imports nothing of the package, so every other module may import it.
 """
@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 _MAX_TIMEOUT_S = 10 * 365 * 86400.0
 # Largest number in a field of 32 bits, such as the fields of the headers of exchanges.
 MOST_INT32 = 2**31 - 1
-# Frames of these packages lie between the user's line and a hook, or a block, of this package.
+# Top-level packages whose frames are not the user's program: a warning looks further out.
 _NOT_THE_USERS = frozenset(
     {
         *("diloco_comm", "diloco_comm_tools", "torch"),
@@ -134,7 +134,7 @@ def class_of(value: object) -> str:
 
 
 def refuse_copy(what: object, remedy: str) -> NoReturn:
-    """Raise TypeError for an attempt to pickle or copy what holds connections and threads.
+    """Raise TypeError for an attempt to pickle or copy an object with connections and threads.
 
     Args:
         remedy: The sentence that says what to save instead.
@@ -156,8 +156,8 @@ def warn(sentence: str, category: type[Warning] = UserWarning) -> None:
     try:
         warnings.warn(sentence, category, stacklevel=2 if frame is None else level)
     except Exception as error:
-        # After logging.captureWarnings(True) a program's handlers see warnings, too. A program that
-        # has made errors of warnings means it.
+        # A warning that the program's filters turn into an error is raised. After
+        # logging.captureWarnings(True) a handler of the program may fail: that error is only shown.
         if isinstance(error, category) or warnings.showwarning.__module__ != logging.__name__:
             raise
         _show_error()
@@ -166,9 +166,9 @@ def warn(sentence: str, category: type[Warning] = UserWarning) -> None:
 def logger_of(module: str) -> logging.Logger:
     """Return the logger of a module.
 
-    The handlers of Python's library keep their errors to themselves; the handlers of a program need
-    not. Such an error goes to stderr, and never to the code that logs: that code may be in the
-    middle of a step, which the other replicas take.
+    A handler that the program has installed may raise. The logger prints such an error to stderr
+    instead of raising it in the code that logs, which may be in the middle of a step that the other
+    replicas take too.
     """
     logger = logging.getLogger(module)
     handle = logger.handle

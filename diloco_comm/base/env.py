@@ -109,7 +109,7 @@ def proxy_password() -> str:
 
 
 def state_dir() -> str:
-    """Return the folder in which this replica and its launcher keep what they tell, or ""."""
+    """Return the folder of this replica, which ``diloco-comm launch`` has set, or ""."""
     return os.environ.get(PREFIX + "STATE_DIR", "")
 
 

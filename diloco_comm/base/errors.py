@@ -18,11 +18,11 @@ class SyncError(RuntimeError):
         round: Outer round of the fragment, -1 if the exchange had no fragment.
         stage: Stage that failed: "header", a step of the exchange, or "vote".
         seconds: Seconds from the start of the exchange to the failure.
-        missing: Replicas that are dead, silent, cut off, or gone, as this replica knows at this
-            moment. Other members may know of others.
-        survivors: Members that live and reach each other, as this replica knows at this moment;
-            empty if it does not know. ``change_group("survivors")`` forms a group of all members
-            that live, on which they agree.
+        missing: Replicas that are dead, silent, cut off, or gone, as far as this replica knew when
+            the error was made. Other members may know of other ones.
+        survivors: Members that live and reach each other, as far as this replica knew when the
+            error was made; empty if it did not know. ``change_group("survivors")`` forms a group of
+            all living members, on which these agree.
         cuts: Pairs of replicas that live and cannot reach each other. With the stage "connect":
             the first replica of a pair does not let in the key of the second.
     """
@@ -63,8 +63,8 @@ class ReplicaMismatch(SyncError):
     """The replicas' layouts or settings differ; the message names values and replicas.
 
     Attributes:
-        ended: Replicas that wait in ``flush`` for the others, which have trained less than a round
-            longer and sent ``fragment``; empty for any other difference.
+        ended: Replicas that wait in ``flush``, while the others have trained on, for less than a
+            round, and sent ``fragment``; empty for any other difference.
     """
 
     ended: tuple[int, ...] = ()
@@ -98,7 +98,7 @@ class LeftBehind(SyncError):
 
 
 class RunEnded(SyncError):
-    """The replicas of an elastic run had taken all steps before this process came.
+    """The replicas of an elastic run had taken all its steps before this process could join.
 
     A program that does not catch this error ends with status 0 and the message.
     """
@@ -107,10 +107,11 @@ class RunEnded(SyncError):
 class NonFiniteError(SyncError):
     """Some replica's values were NaN, Inf or out of the wire's range; no replica applies the round.
 
-    The group lives, and training may go on with all replicas. To go on without such values, leave
-    the replicas in ``missing`` out of the group.
+    The group still works, and training may go on with all replicas. To go on without such values,
+    leave the replicas in ``missing`` out of the group.
 
-    If a replica was reset too often, the round is applied and the error is raised after it.
+    With ``nonfinite="reset"`` this error says that a replica was reset too often. That round is
+    applied, and the error is raised after it.
 
     Attributes:
         replicas: The replicas with such values, as in ``missing``. If only the mean is out of the
@@ -153,7 +154,11 @@ def difference(name: str, values: Mapping[str, Sequence[int]]) -> str:
 
 
 def way_on(last: SyncError | None) -> str:
-    """Say what to do, after an exchange that failed or without one, where nobody is missing."""
+    """Return advice for a program that called ``change_group("survivors")`` with nobody missing.
+
+    Args:
+        last: The error of the last exchange; None if it did not fail.
+    """
     if last is None:
         return "train on without change_group, or give change_group the members themselves"
     kind = type(last).__name__

@@ -21,23 +21,24 @@ _NAME = "diloco_comm._C"
 # module.cpp writes this text into the extension, followed by the version.
 _MARK = b"diloco_comm is built for torch "
 
-# Versions of all that two processes of this package say to each other. Raise one with every change
-# that a process of the version before would misread. The headers of exchanges have a version of
-# their own, in csrc/exchange/transport/message.h.
-# The meeting of replicas on a store, and the JSON that they compare: before their first exchange,
-# at a flush and after a change of the group.
-# Another size of the exchanges' headers needs another number here, too: two replicas that post
-# different sizes abort before they compare the version in the headers.
+# Versions of the protocols between processes of this package. Raise a number with every change that
+# a process with the number before would misread. The headers of exchanges have a version of their
+# own, in csrc/exchange/transport/message.h.
+# HANDSHAKE: the meeting of replicas on a store, and the JSON that they compare there, before their
+# first exchange, at a flush and after a change of the group. A new size of the exchanges' headers
+# needs a new number here, too: two replicas that post different sizes abort before they compare the
+# version in the headers.
 HANDSHAKE = 3
-# Beats of members in the table of a group, as JSON; records and messages have other versions.
+# GROUP: beats of members in the table of a group, as JSON; a group's records and messages have
+# other versions.
 GROUP = 1
-# Requests of a replica that joins, and the answers of its donors, over the link.
+# TRANSFER: requests of a replica that joins, and its donors' answers, over the link.
 TRANSFER = 4
-# Frames between a server of asynchronous or decoupled training and its workers.
+# ASYNCHRONOUS: frames between a server of asynchronous or decoupled training and its workers.
 ASYNCHRONOUS = 5
 
-# How replicas name HANDSHAKE among their settings: the name stands in the message of a peer that
-# has no such version, too.
+# The name of HANDSHAKE among the settings that replicas compare. A peer of a release without such a
+# version shows this name in its message about the difference.
 HANDSHAKE_NAME = "handshake version of diloco_comm"
 
 
@@ -114,10 +115,10 @@ _MOST_KNOWN = 16
 
 
 class RefusedVersions:
-    """The other versions that have come to a server; each is logged once.
+    """The protocol versions that a server has refused; each is logged once.
 
     Args:
-        peer: Names the refused ones in the log, such as "a worker".
+        peer: The word for a refused process in the log, such as "a worker".
     """
 
     def __init__(self, logger: logging.Logger, peer: str) -> None:
@@ -125,8 +126,8 @@ class RefusedVersions:
         self._known: set[int] = set()
 
     def log(self, version: int, error: Exception) -> None:
-        """Log the refusal of a version that has not come before."""
-        # A stranger may make up many.
+        """Log the refusal of a version, unless that version was logged before."""
+        # A stranger may send any number of versions, so that only the first few are logged.
         if type(version) is int and version not in self._known and len(self._known) < _MOST_KNOWN:
             self._known.add(version)
             self._logger.warning("%s was refused: %s", self._peer, error)

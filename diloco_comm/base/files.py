@@ -1,8 +1,8 @@
-"""Files that a program reads later: tried before the work, and whole or not there after it.
+"""Write files of results: try the place before the work, and leave a whole file or none after it.
 
-A disk that is full, a limit of the size of files and a folder that cannot be written end in an
-``OSError`` that names the file and the reason, with the bytes that are free where these are the
-reason. This module imports torch where it needs it: tools that only plan do without.
+A full disk, a limit on the size of files and a folder that cannot be written end in an ``OSError``
+that names the file and the reason, and, for a full disk, the bytes that are free. Functions that
+need torch import it themselves, because tools that only plan work without torch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# Where there is no room for one page there will be none for the results.
+# The size of a file that is written as a test: a disk without room for it has none for results.
 PAGE_BYTES = 4096
-# The end of a checkpoint's folder: the step at which it was saved.
+# The name of a checkpoint's folder ends with the step at which the checkpoint was saved.
 _STEP = re.compile(r"(.*?)(\d+)$")
 
 
@@ -43,7 +43,9 @@ def try_file(path: Path) -> None:
 
 
 def try_folder(folder: Path, num_bytes: int = PAGE_BYTES) -> None:
-    """Write a file without a name into a folder, or into its first parent that exists.
+    """Find out whether files can be made in a folder, or in its nearest parent that exists.
+
+    The test writes a temporary file, which is gone when the function returns.
 
     Raises:
         OSError: If that cannot be done.
@@ -87,7 +89,7 @@ def why_not_written(error: BaseException, path: Path) -> str:
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    """Return the error of the system behind an error: torch raises another one over it."""
+    """Return the OSError in the chain of causes of an error, since torch hides one; or None."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -102,7 +104,7 @@ def whole_file(what: str, path: Path) -> Iterator[Path]:
     ``/dev/stdout``, and a file in a folder in which none can be made.
 
     Args:
-        what: The file, for the sentence, such as "the trace".
+        what: The name of the file's content in the message, such as "the trace".
 
     Raises:
         OSError: If the file cannot be written; its text is a sentence.
@@ -149,7 +151,7 @@ def save_state(what: str, state: Any, path: Path) -> None:
     """
     import torch
 
-    # An open file: given a path, torch does not tell why it cannot write.
+    # torch gets an open file: given a path, it does not tell why it cannot write.
     with whole_file(what, path) as partial, partial.open("wb") as file:
         torch.save(state, file)
 
@@ -160,7 +162,7 @@ def load_state(file: Path, remedy: str) -> Any:
     The file is read once more to compare its checksums, which takes about a second for each GiB.
 
     Args:
-        remedy: How to give another folder, for the sentence.
+        remedy: The advice in the message on how to give another folder.
 
     Raises:
         ValueError: If the file is not there, or not whole; names the newest checkpoint beside it
@@ -201,10 +203,10 @@ def newest_whole(file: Path) -> Path | None:
 
 
 def _is_whole(file: Path) -> bool:
-    """Whether a file of ``torch.save`` is there, and the checksum of every part is right."""
+    """Whether a file that ``torch.save`` wrote exists, and every checksum in it is right."""
     try:
         with zipfile.ZipFile(file) as parts:
             return parts.testzip() is None
-    # A damaged header ends in errors of every kind.
+    # A damaged header raises errors of many types.
     except Exception:
         return False

@@ -14,11 +14,11 @@ from .memory import CPU, current
 
 
 class Finisher:
-    """Run the functions that end exchanges on one thread, in the order of the calls.
+    """Runs functions that end exchanges on one thread, in the order in which they are given.
 
-    The order is the same on all ranks. So a function may call a collective, if no other code uses
-    that collective's group. The thread starts with the first call, and ends with the process at the
-    latest.
+    All ranks give them in the same order. So a function may call a collective, if no other code
+    uses that collective's group. The thread starts with the first call, and ends with the process
+    at the latest.
     """
 
     def __init__(self) -> None:

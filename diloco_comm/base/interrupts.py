@@ -17,7 +17,7 @@ Handler = Callable[[int, FrameType | None], Any]
 
 @dataclass
 class _Deferred:
-    """A handler of SIGINT that remembers the first signal and handles the second at once."""
+    """A handler of SIGINT that keeps the first signal for later; a second is handled at once."""
 
     handler: Handler
     first: tuple[int, FrameType | None] | None = None

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 _TORCHRUN = ("RANK", "WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS")
-# First port for rank 0 under srun if MASTER_PORT is not set; jobs add a part of their number.
+# Rank 0's port under srun without MASTER_PORT is this one plus the job's number modulo 1000.
 _SLURM_FIRST_PORT = 15000
-# Step numbers from here on are no steps of srun, but batch scripts and interactive shells.
+# SLURM gives step numbers from here on to batch scripts and interactive shells, not to srun.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
@@ -71,10 +71,10 @@ class Hidden:
     """The launch that ``replica_per_process`` has taken out of this process's environment.
 
     Attributes:
-        world_size: Number of its processes; 1 without such a launch.
+        world_size: Number of the launch's processes; 1 if no launch was taken out.
         pid: The process that has called ``replica_per_process``.
-        is_used: A DiLoCo of this process was told which replicas there are.
-        has_trained: An optimizer has taken a step in this process.
+        is_used: Whether a DiLoCo of this process was told which replicas there are.
+        has_trained: Whether an optimizer has taken a step in this process.
     """
 
     world_size: int = 1

@@ -70,8 +70,8 @@ class DamagedLog(RuntimeError):
     """A file holds bytes that its writer did not write there, or is no such log.
 
     Attributes:
-        path, offset: Where the first of these bytes are. Everything before is whole.
-        lost: Whole records behind them.
+        path, offset: The file, and the offset of the first such byte. All records before are whole.
+        lost: The number of whole records behind the damage.
     """
 
     def __init__(self, sentence: str, path: Path, offset: int = 0, lost: int = 0) -> None:
@@ -92,9 +92,9 @@ class Record:
     """A record of a log.
 
     Attributes:
-        begin, end: Where the record lies in the file.
-        head: Its head.
-        body, body_bytes: Where its body lies in the file, and the bytes of the body.
+        begin, end: The offsets of the record's begin and end in the file.
+        head: The bytes of the record's head.
+        body, body_bytes: The offset of the record's body in the file, and its length.
     """
 
     begin: int
@@ -120,23 +120,23 @@ class _Found(NamedTuple):
 class Log:
     """A log that is read once, and then appended to.
 
-    ``Log.create`` makes one. The bytes of bodies stay in the file; ``fileno`` is for reading them.
+    ``Log.create`` makes a new one. Bodies stay in the file; the caller reads them by ``fileno``.
 
     Args:
         path: A regular file; no symbolic link.
         kind: At most 16 characters of ASCII, which the file must have been created with.
-        remedy: How the sentence about damage ends: what the user should do.
+        remedy: The end of the message about damage, which says what the user should do.
         is_writable: False for reading alone.
 
     Attributes:
         meta: The bytes that were given to ``create``.
-        end: Where the next record begins.
+        end: The offset at which the next record begins.
         torn_bytes: Bytes of a torn record and all behind it, which the next write cuts off.
         is_closed: The log ends with the record of ``close``.
         is_doubtful: An fsync has failed, so the log takes no further record.
 
     Raises:
-        DamagedLog: If the file is none, is damaged before its first record, or of another kind.
+        DamagedLog: If the file is no log, is damaged before its first record, or of another kind.
         OSError: If the file cannot be opened.
     """
 
@@ -180,8 +180,8 @@ class Log:
             mode: Permissions of the file, before the umask.
 
         Raises:
-            OSError: If the file cannot be written. It may be there only if its folder's fsync
-                failed.
+            OSError: If the file cannot be written. The new log is then at ``path`` only if the
+                fsync of its folder is what failed.
         """
         fresh = path.with_name(f"{path.name}.new")
         file = open_new(fresh, mode)
@@ -266,7 +266,8 @@ class Log:
             if found.magic == _CLOSED:
                 if record.end < self._size:
                     raise self.damage(record.end, "bytes follow the record that closed the log")
-                # The next append cuts this record off: a cut behind it would pass for the end.
+                # The next append cuts this record off. Left inside the log, it would pass for the
+                # end after a later cut of the file behind it.
                 self.is_closed = self._is_dirty = True
                 break
             self._sequence, self._digest, self.end = self._sequence + 1, digest, record.end
@@ -303,7 +304,7 @@ class Log:
         return _Found(numbers, magic, sequence, confirmed, record)
 
     def _digest_in(self, found: _Found) -> bytes:
-        """Return the digest of a record if the record is whole and the next one, else b""."""
+        """Return the digest of a record if it is whole and next in sequence, else b""."""
         record = found.record
         if found.sequence != self._sequence or record.end > self._size:
             return b""
@@ -474,7 +475,7 @@ class Log:
 
     @property
     def is_in_place(self) -> bool:
-        """The file at ``path`` is the open one."""
+        """Whether the file at ``path`` is still the open one."""
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._file), os.lstat(self.path))
         return False
@@ -511,7 +512,7 @@ class Log:
         )
 
     def _cut_dirt(self) -> None:
-        """Cut off what lies behind ``end``, on the disk too: no later record may mix with it."""
+        """Cut off the bytes behind ``end``, on the disk too, so that no later record meets them."""
         if self._is_dirty:
             os.ftruncate(self._file, self.end)
             self.sync()
@@ -557,7 +558,7 @@ class _BodyDigest:
         self._num_words = 0
 
     def add(self, block: Tensor) -> None:
-        """Add 1-D uint8."""
+        """Add a block, 1-D uint8 of any length, to the digest."""
         if self._rest:
             missing = 8 - len(self._rest)
             self._rest += bytes(block[:missing].numpy())
@@ -640,8 +641,8 @@ _unsynced: set[Path] = set()
 def sync_folder(folder: Path) -> None:
     """Write the names in a folder to the disk.
 
-    A word in the log, once for each folder, where the file system cannot do that for a folder: the
-    files are on its disk, and a crash of its host may lose their names.
+    Some file systems cannot fsync a folder. That is logged once for each folder: the files are on
+    the disk, and a crash of the host may lose their names.
 
     Raises:
         OSError: If the disk has not taken the names.

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import _C
 
 CPU = torch.device("cpu")
-# Below every count of bad elements.
+# A rank that has given its group up adds this to its vote, which no count of elements makes up for.
 GIVEN_UP = -1 << 63
 # 2^62 over the golden ratio, made odd.
 _GOLDEN_RATIO = 0x278DDE6E5FD29F05
@@ -161,7 +161,7 @@ class Payload:
 
 @contextmanager
 def current(stream: torch.Stream) -> Iterator[None]:
-    """Make a stream the current one, and its device; then both as before."""
+    """Enter a block in which a stream, and its device, are the current ones."""
     module = torch.get_device_module(stream.device)
     device = module.current_device()
     before = torch.accelerator.current_stream(stream.device)
@@ -197,7 +197,7 @@ class Reading:
 
     @property
     def is_there(self) -> bool:
-        """Whether ``norm`` returns without a wait for other replicas: always."""
+        """Whether ``norm`` returns without a wait for other replicas, which is always so here."""
         return True
 
     @property
@@ -240,9 +240,9 @@ def paired(values: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, 
 
 
 def round_as(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Round fp32 values in place to what dense tensors, virtually concatenated, hold of them.
+    """Round fp32 values in place, as if they were stored in dense tensors one after the other.
 
-    A value is rounded to nearest in the dtype of the tensor at its place.
+    Each value is rounded to nearest in the dtype of the tensor that it would be stored in.
     """
     for piece, tensor in paired(values, tensors):
         if tensor.dtype != piece.dtype:

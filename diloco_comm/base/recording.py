@@ -33,7 +33,7 @@ class Recorder:
 
     def __init__(self, folder: Path, skip: int, steps: int) -> None:
         self.folder = folder
-        # Read now: ``replica_per_process`` later removes the launcher's variables.
+        # The rank is read now: ``replica_per_process`` later removes the launcher's variables.
         self._rank_at_start = _launched_rank()
         self._optimizer: Optimizer | None = None
         activities = [ProfilerActivity.CPU]
@@ -65,7 +65,7 @@ class Recorder:
             self._attempt(self._profile.stop)
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Call the profiler; an error ends the recording, and never the training."""
+        """Call a method of the profiler; an error is logged, and ends the recording alone."""
         try:
             action()
         except (OSError, RuntimeError) as error:

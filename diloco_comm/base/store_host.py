@@ -12,7 +12,7 @@ from .. import _C
 from .service.addresses import Proxy, tcp_address
 from .service.keys import AllowedWatch, LinkKeys
 
-# Seconds in which a name that has no address yet may get one.
+# The seconds for which a host name without an address is looked up again, and between look-ups.
 _NAME_S, _ASK_EVERY_S = 5.0, 0.5
 _OWN_WAITS_S = 30.0
 
@@ -21,7 +21,7 @@ class HostedStore(NamedTuple):
     """A store that this process hosts, until nobody holds ``store`` any more.
 
     Attributes:
-        store: This process's own way to the keys.
+        store: The hosted store, through which this process reads and writes its keys.
         address: ``tcp://host:port``, for ``StorePeers``.
         port: The port, also where a free one was picked.
     """
@@ -59,7 +59,7 @@ def serve_store(
     """Host a store at a socket that listens; the socket stays the caller's, who may close it.
 
     Args:
-        host: Stands in the address.
+        host: The host in the address of the store that is returned.
         keys: See ``open_store``.
         table: Further arguments of ``_C.StoreHost``.
 
@@ -75,7 +75,7 @@ def serve_store(
 
 
 def credentials(keys: LinkKeys | None) -> tuple[bytes, list[bytes]]:
-    """Return the seed, and the public keys of those that are let in now; b"" for no keys."""
+    """Return the own seed and the public keys that are allowed now; b"" and no keys for None."""
     return (b"", []) if keys is None else (keys.seed, sorted(keys.allowed.present(at_once=True)))
 
 
@@ -90,8 +90,8 @@ def resolve(
     """Return the first entry of ``socket.getaddrinfo`` for a host.
 
     Args:
-        what: Is at that host, for the error.
-        seconds: Time for a name that has no address yet; the name is asked for again until then.
+        what: The thing at that host, for the error.
+        seconds: Time for which a name without an address is looked up again.
 
     Raises:
         OSError: If the host has no address.
@@ -119,9 +119,9 @@ def dial_store(
     """Connect to a store that another process hosts.
 
     Args:
-        seconds: Time to connect, and of the later waits.
-        keys: The keys of this process, where the host has keys.
-        proxy: Makes the connection, and looks the host up.
+        seconds: The limit of the time to connect, and of each later wait for a key.
+        keys: The keys of this process, needed if the store has keys.
+        proxy: The proxy that makes the connection and looks the host up; None to connect directly.
 
     Raises:
         torch.distributed.DistError: If the host has no address, or no store answers in time.
@@ -140,8 +140,8 @@ def place_of_store(store: dist.Store) -> tuple[dist.Store, tuple[str, int] | Non
     """Return the store below its prefixes, and the host and port where the store is hosted.
 
     Args:
-        store: A store in a file or in memory has no address, and None is returned for host and
-            port.
+        store: Any store of torch or of this package. For one in a file or in memory, None is
+            returned instead of host and port.
     """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -1,7 +1,7 @@
-"""The figures that each replica sends to the host of its store, for people and for metrics.
+"""Figures: numbers about a replica that it sends to the host of its store, for people and metrics.
 
-A replica sends them in a message of its own, at most one in ``PERIOD_S`` seconds. The host keeps
-the last message of each process, and no other replica reads them. ``FiguresOf`` reads them from a
+A replica sends a message with its figures at most once in ``PERIOD_S`` seconds. The host keeps the
+last message of each process; other replicas never get it. ``FiguresOf`` collects the figures of a
 ``DiLoCo`` on the thread that asks the table.
 """
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 PERIOD_S = POST_S
 MAX_BYTES = 2048
 SCHEMA = 1
-# Replicas for which another one waits, at most so many are named.
+# Figures name at most so many replicas for which a replica waits.
 MOST_NAMED = 8
 _MOST = 1 << 62
-# Counters are plausible up to so much per second of the age of the process, which counts as a year
-# at most; and as a day more, as clocks differ.
+# A counter is plausible up to this number for each second of the process's age. The age is taken as
+# a year at most, plus a day, as clocks differ.
 _YEAR_S, _DAY_S = 365 * 86400.0, 86400.0
 MOST_PER_S = {
     **dict.fromkeys(("rounds", "skipped", "discarded"), 1e3),
@@ -53,9 +53,10 @@ class Figures:
         replica: Number of the replica.
         group_size: Members of the group that this replica is in; 0 outside a group.
         view: Number of that group, which rises with each change.
-        phase: The work of the training loop, see ``DiLoCo.doing``.
+        phase: The present work of the training loop, such as "steps" or "exchange", see
+            ``DiLoCo.doing``.
         waits_for: Numbers of the replicas for which this replica waits, at most ``MOST_NAMED``; ()
-            where these are not known, and with ``Elastic`` in the first two seconds of a wait.
+            if they are not known, and with ``Elastic`` in the first two seconds of a wait.
         waits_s: Seconds since this wait began; 0 without one.
         inner_step: Inner steps of the training.
         created: Unix time in seconds at which the counters began.
@@ -63,12 +64,13 @@ class Figures:
         skipped: Rounds that were voted down.
         discarded: Rounds that count for no replica, because a member was lost.
         sent_bytes, received_bytes: Payload and control bytes of the rounds.
-        exchange_s: From the first byte sent to the last one received, over all rounds.
-        waited_s: The training loop waited for results, doing nothing else.
-        changing_s: Without training because of changes of the group; NaN without ``Elastic``.
-        hidden: Part of ``exchange_s`` during which the training loop went on, 0 to 1.
-        goodput: Part of the time since the first group in which changes did not stop the training;
-            NaN without ``Elastic``.
+        exchange_s: Seconds from the first byte sent to the last one received, over all rounds.
+        waited_s: Seconds for which the training loop only waited for results.
+        changing_s: Seconds without training because of changes of the group; NaN without
+            ``Elastic``.
+        hidden: Share of ``exchange_s`` during which the training loop went on, 0 to 1.
+        goodput: Share of the time since the first group that changes left for training; NaN without
+            ``Elastic``.
         round_trip_s: Smoothed round trip to the slowest member, as TCP measures it; NaN if unknown.
         rate: Bytes per second that this replica has sent in the last round; NaN if unknown.
         retransmits: Segments that TCP has sent again to other replicas.
@@ -101,10 +103,10 @@ class Figures:
     version: str = ""
 
     def to_bytes(self) -> bytes:
-        """Return the message, at most ``MAX_BYTES`` long, without the values that are not sound.
+        """Return the message, at most ``MAX_BYTES`` long.
 
-        An infinite norm is sent as the largest float: the replica diverges.
-        Such values are NaN, infinity, negative numbers, and integers of ``2**62`` and above.
+        It leaves out unsound values: NaN, infinity, negative numbers, integers of ``2**62`` and
+        above. But an infinite norm, of a replica that diverges, is sent as the largest float.
         """
         norm = min(self.norm, sys.float_info.max)
         waits_for = list(self.waits_for[:MOST_NAMED])
@@ -115,7 +117,7 @@ class Figures:
     def from_bytes(cls, text: bytes) -> Figures | None:
         """Return the figures of a message; None for any other text, or another schema.
 
-        A value that is not sound counts as left out.
+        Unsound values are ignored, as if they were left out.
         """
         try:
             values = json.loads(text) if len(text) <= MAX_BYTES else None
@@ -159,7 +161,7 @@ def _is_sound(kind: Any, value: object) -> bool:
 
 
 class Trained(Protocol):
-    """The part of a ``DiLoCo`` that its figures need."""
+    """The attributes of a ``DiLoCo`` that its figures need."""
 
     inner_step: int
     _recorder: Recorder
@@ -168,10 +170,12 @@ class Trained(Protocol):
 
 
 class FiguresOf:
-    """The message of one ``DiLoCo``, see ``Driver.figures``; b"" once the ``DiLoCo`` is gone.
+    """A function for ``Driver.figures``: it returns the message of one ``DiLoCo``.
 
-    The training thread works during a call: the call waits for nothing, reads no device, and may
-    find a round half counted.
+    It returns b"" once the ``DiLoCo`` is gone.
+
+    The training thread goes on during a call. So a call waits for nothing and reads no device, and
+    may see a round that is only partly counted.
     """
 
     def __init__(self, diloco: Trained) -> None:
@@ -190,7 +194,7 @@ class FiguresOf:
         try:
             changes = diloco.elastic_totals()
         except RuntimeError:
-            changes = None  # a fixed group, or one that this replica has yet to come to
+            changes = None  # a fixed group, or before this replica has joined
         tcp = driver.signs.link.counters()
         waits_s, waits_for = driver.wait()
         return Figures(
@@ -200,7 +204,7 @@ class FiguresOf:
             phase=driver.phase,
             waits_for=waits_for,
             waits_s=waits_s,
-            # A ``DiLoCo`` that is being constructed has none.
+            # A ``DiLoCo`` under construction has no inner step yet.
             inner_step=max(0, getattr(diloco, "inner_step", driver.inner_step)),
             created=self._created,
             rounds=totals.num_syncs - totals.num_skipped,

@@ -1,9 +1,8 @@
-"""The page, its status in JSON and the metrics over HTTP: GET and HEAD, and nothing is changed.
+"""The monitor's page, its status in JSON and the metrics over HTTP: read-only, GET and HEAD.
 
-All connections are served by one thread of their own. Each has ``DEADLINE_S`` seconds from its
-first byte to its last one, and carries one request. A server without a token answers only where the
-request names this machine's loopback: a page of another site, whose name was made to lead here,
-reads nothing.
+All connections are served by one thread of their own. Each carries one request, and is closed after
+``DEADLINE_S`` seconds. A server without a token answers only if the request's ``Host`` is a name of
+the loopback: a page of another site, whose name was made to resolve to it, reads nothing.
 """
 
 from __future__ import annotations
@@ -41,28 +40,30 @@ _log = logger_of(__name__)
 
 MAX_CONNECTIONS = 16
 DEADLINE_S = 5.0
-# A state is made at most once in the first seconds, and at least once in the second ones. Its
-# contents cost at most one part in ``SHARE`` of a processor.
+# The host is read at most once in ``FRESH_S`` seconds, and about once in ``LOOK_S`` without a
+# request. The next read waits for ``SHARE`` times the processor time that the last one, and the
+# contents made of it, have cost.
 FRESH_S, LOOK_S, SHARE = 1.0, 5.0, 5
-# A member in a record has so many bytes at least.
+# The least bytes that a member takes in the record of a run.
 _MEMBER_BYTES = 24
 # Bytes of a request with its headers, and of its path.
 MAX_HEAD_BYTES, MAX_PATH_BYTES = 8192, 256
 MIN_TOKEN = 16
 _MAX_TOKEN = 1024
-# After an answer: seconds, and bytes, in which the peer may end the connection itself. A socket
-# that is closed with bytes unread resets the connection, and the peer loses the answer.
+# After an answer the server reads on for this long, and at most this many bytes, until the peer
+# closes. A socket that is closed with bytes unread resets the connection, and the peer loses the
+# answer.
 _LINGER_S, _LINGER_BYTES = 1.0, 1 << 18
-# Connections that the kernel has and the server's thread has not seen yet.
+# The most connections that wait in the kernel until the server's thread accepts them.
 _BACKLOG = 256
 _END = b"\r\n\r\n"
-# The target may begin with "http://host:port", as a proxy sends it. No byte can belong to two of
-# the parts, so that a target of any length costs one pass.
+# The target may begin with "http://host:port", as a proxy sends it. No byte can match two of the
+# groups, so that a target of any length is matched without backtracking.
 _REQUEST = re.compile(
     rb"([A-Z]{1,16}) (?:(?i:http)://([!-.0->@-~]+)|(?=/))((?:[/?][\x21-\x7e]*)?) HTTP/1\.[01]"
 )
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\x20-\x7e\x80-\xff\t]*)")
-# Headers that decide, so that a request may not have two of them.
+# Headers that decide whether a request is answered, so that it may have each only once.
 _SINGLE = (b"host", b"authorization")
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -93,7 +94,7 @@ class Content(NamedTuple):
 
 
 class _Refused(Exception):
-    """A request gets no content but a status, and one line for people."""
+    """A request is answered with an HTTP error status, and one line that names it."""
 
     def __init__(self, status: int, *headers: str) -> None:
         self.status, self.headers = status, headers
@@ -150,7 +151,7 @@ def _read_token(path: Path) -> bytes:
 
 
 class Monitor:
-    """The contents of all paths, each made at most once of one state.
+    """The contents of all paths, each made at most once from one state of the host's runs.
 
     Args:
         read: Returns the last messages and numbers of the host; called by one thread.
@@ -165,14 +166,14 @@ class Monitor:
         }
         self._began, self._steady, self._looked = time.time(), time.monotonic(), -math.inf
         self._state = State(self._began, self._began)
-        # Contents of the state, and the seconds of a processor that both have cost.
+        # The contents made from the state, and the processor seconds that state and contents cost.
         self._made, self._cost_s = dict[str, Content](), 0.0
 
     def look(self) -> None:
         """Go to the next state, unless the last one is fresh."""
         steady, began = time.monotonic(), time.thread_time()
         if steady - self._looked >= max(FRESH_S, SHARE * self._cost_s):
-            # The steps of the system's clock would be speeds and silences.
+            # A jump of the system's clock would look like a change of speed or a silent process.
             now = self._began + steady - self._steady
             snapshot = newest(self._read(), self._state.runs)
             self._state = advance(self._state, snapshot, now)
@@ -203,10 +204,11 @@ class Monitor:
 def newest(snapshot: Snapshot, shown: Container[str]) -> Snapshot:
     """Return the messages of whole runs with ``MAX_PROCESSES`` processes, or of one run with more.
 
-    Runs with a message in ``SILENT_S`` seconds go first, then runs that were shown before.
+    Runs with a message in the last ``SILENT_S`` seconds are kept first, then runs that were shown
+    before. The counts of what was left out are added to the facts.
 
     Args:
-        shown: Names of the runs of the state before.
+        shown: Names of the runs in the last state.
     """
     processes: dict[str, set[str]] = {run: set() for run in snapshot.records}
     ages: dict[str, float] = {}
@@ -242,7 +244,7 @@ def newest(snapshot: Snapshot, shown: Container[str]) -> Snapshot:
 
 
 class HttpServer:
-    """A server that listens at once, and answers in a thread while ``running``.
+    """A server that listens from construction on, and answers, in a thread, within ``running``.
 
     Args:
         monitor: Makes the contents in the server's thread. An error is logged once, answered with
@@ -262,14 +264,14 @@ class HttpServer:
         port = self._listener.getsockname()[1]
         self.address = f"http://{name_of_place(place.host, port)}/"
         self._num_open, self._failed = 0, set[tuple[type, str, int]]()
-        # Contents are made one at a time, while the other thread goes on with its connections.
+        # One thread makes the contents, one at a time; the server's thread goes on meanwhile.
         self._maker = ThreadPoolExecutor(1, "http maker")
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Answer while the block runs."""
         loop, stop = asyncio.new_event_loop(), asyncio.Event()
-        # Such as a client that has gone: no line of the log is for strangers to write.
+        # A client that goes away, for example, logs nothing: strangers could fill the log.
         loop.set_exception_handler(lambda loop, context: None)
 
         def run() -> None:
@@ -296,7 +298,7 @@ class HttpServer:
             self._attend, sock=self._listener, limit=MAX_HEAD_BYTES, backlog=_BACKLOG
         )
         while not stop.is_set():
-            # Also where nobody asks: the events of the page are found between two looks.
+            # Needed without requests too: the page's events are differences between two looks.
             await self._make(self._monitor.look, or_else=None)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stop.wait(), LOOK_S)
@@ -307,7 +309,10 @@ class HttpServer:
         await asyncio.gather(*others, return_exceptions=True)
 
     async def _make(self, make: Callable[..., T], *arguments: str, or_else: T) -> T:
-        """Return the result of a call in the maker's thread; log the first error of each place."""
+        """Return the result of a call in the maker's thread, or ``or_else`` if it raises.
+
+        An error is logged once for each line of code that raises it.
+        """
         try:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._maker, make, *arguments)
@@ -327,7 +332,7 @@ class HttpServer:
             return
         self._num_open += 1
         try:
-            # So that drain() waits until the kernel has all bytes.
+            # With a limit of 0, drain() waits until the kernel has all bytes.
             transport.set_write_buffer_limits(0)
             await asyncio.wait_for(self._converse(reader, writer), DEADLINE_S)
         except (OSError, EOFError, asyncio.TimeoutError):
@@ -377,7 +382,7 @@ async def _read_head(reader: asyncio.StreamReader) -> bytes:
     try:
         return (await reader.readuntil(_END)).removesuffix(_END)
     except asyncio.LimitOverrunError:
-        # Without a whole first line its path is what is long.
+        # If not even the first line has ended, it is the path that is too long.
         raise _Refused(431 if b"\n" in await reader.read(MAX_HEAD_BYTES) else 414) from None
 
 
@@ -396,7 +401,7 @@ def _parse(head: bytes) -> tuple[bytes, str, dict[bytes, bytes]]:
         if header is None or (name in headers and name in _SINGLE):
             raise _Refused(400)
         headers[name] = header[2].strip(b" \t")
-    if request[2]:  # The target's host counts, and not the header's: RFC 9112, section 3.2.2.
+    if request[2]:  # A host in the target replaces the header's one: RFC 9112, section 3.2.2.
         headers[b"host"] = request[2]
     return request[1], request[3].decode("ascii").partition("?")[0] or "/", headers
 

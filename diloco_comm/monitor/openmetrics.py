@@ -1,7 +1,7 @@
 """Metrics as text that Prometheus and OpenTelemetry read: OpenMetrics 1.0.
 
-The labels are the run and the number of the replica; a process that starts again goes on with its
-number. A counter falls only where its ``_created`` is another one.
+The labels are the run and the number of the replica, which a process keeps when it starts again. A
+counter can fall only if its ``_created`` changes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Family(NamedTuple):
     """One metric.
 
     Attributes:
-        name: Without ``PREFIX``; ends with the unit, if there is one. The samples of a counter
-            have "_total" behind the name.
-        kind: counter or gauge.
+        name: The name without ``PREFIX``; ends with the unit, if there is one. The samples of a
+            counter have "_total" behind the name.
+        kind: "counter" or "gauge".
     """
 
     name: str
@@ -39,7 +39,7 @@ def _gauge(name: str, unit: str, help: str) -> Family:
     return Family(name, "gauge", unit, help)
 
 
-# Each replica has these, with the name of the figure that is the value.
+# Metrics of each replica, and the name of the figure with the value.
 OF_REPLICAS: Mapping[Family, str] = {
     _counter("rounds", "", "Rounds of one fragment that were applied."): "rounds",
     _counter("skipped_rounds", "", "Rounds that were voted down."): "skipped",
@@ -76,7 +76,7 @@ OF_REPLICAS: Mapping[Family, str] = {
     _gauge("link_bytes_per_second", "bytes_per_second", "Rate of the last round."): "rate",
     _gauge("pseudo_gradient_norm", "", "L2 norm of the last pseudo-gradient."): "norm",
 }
-# Each replica has these, which the host judges.
+# Metrics of each replica that the host computes.
 JUDGED: Mapping[Family, Callable[[Process], float]] = {
     _gauge("silence_seconds", "seconds", "Since the last message of the replica."): lambda one: (
         one.silent_s
@@ -103,7 +103,7 @@ OF_RUNS: Mapping[Family, Callable[[Run], float]] = {
         run.changes
     ),
 }
-# The host itself, its relay and its server have these, as far as the snapshot has them.
+# Metrics of the host itself, of its relay and of its server, if the snapshot has their values.
 OF_HOST = (
     _gauge("host_runs", "", "Runs with messages at the host."),
     _gauge("unshown_runs", "", "Runs left out, as there are too many processes; absent for 0."),
@@ -145,7 +145,7 @@ def render(state: State, version: str) -> str:
         f'{PREFIX}build_info{{version="{_escaped(version)}"}} 1',
     ]
     runs = [(f'run="{_escaped(name)}"', run) for name, run in state.runs.items()]
-    # The host judges no run that has ended: the end is no silence.
+    # Leave runs that have ended out of these metrics, where their silence would look like a fault.
     live = [(labels, run) for labels, run in runs if not run.has_ended]
     figures = [(labels, one.figures) for labels, one in _replicas(runs) if one.figures is not None]
     for family, name in OF_REPLICAS.items():

@@ -1,4 +1,4 @@
-"""The state of each run as JSON types: all that the page and ``/status.json`` show."""
+"""The contents of the page and of ``/status.json``: the state of each run as JSON types."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .status import (
 )
 
 SCHEMA = 1
-# More runs are in the metrics, and not on the page.
+# The page shows at most so many runs; the metrics have all.
 MAX_SHOWN = 32
 _PHASE = 32
-# Figures that a row of the page has itself.
+# Figures that are columns of a row of their own.
 _IN_ROW = ("replica", "phase", "waits_for", "waits_s", "inner_step")
 
 
@@ -117,7 +117,7 @@ def _row(run: Run, process: Process) -> dict[str, Any]:
 
 
 def _words(run: Run, process: Process) -> Iterable[str]:
-    """Yield what a person should know of a process, in short clauses."""
+    """Yield short clauses for people about a process: silence, waits, cuts, slowness."""
     number, figures = process.key.number, process.figures
     if process.is_gone and process.beat is not None:
         yield process.beat.stage
@@ -159,7 +159,7 @@ def _figures_report(figures: Figures) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Return a number for JSON, which knows no infinity and no NaN: None for those."""
+    """Return a number for JSON; None for infinity and NaN, which JSON does not have."""
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else None
     return value

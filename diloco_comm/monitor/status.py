@@ -1,7 +1,8 @@
-"""The state of each run, made of the last messages that a host has: ``advance`` goes to the next.
+"""The state of all runs at a host, from the last messages of their processes; see ``advance``.
 
-A host keeps one record and one beat a process of an elastic run, and the figures of each process.
-A fixed group has figures alone. Any of these texts may come from a stranger, and may be anything.
+The host is a store or a registry. It keeps a record and one beat of each process of an elastic run,
+and the figures of each process. A fixed group has only figures. Any of these texts may come from a
+stranger, so its content is not trusted.
 """
 
 from __future__ import annotations
@@ -19,22 +20,25 @@ from ..group.records import Key, Record, cause_of
 from ..group.signs import EXCHANGE, STEPS
 from .figures import MOST_NAMED, Figures
 
-# Seconds. A process sends a beat and its figures every five seconds.
+# Seconds without a message until a process is silent, of a wait until it is reported, and without a
+# message until a run is forgotten. A process sends its figures every five seconds.
 SILENT_S, AWAITED_S, FORGET_S = 12.0, 5.0, 60.0
-# A process that is awaited has said so long after the beginning of a wait that it does not wait.
+# A process holds others up only if it has reported, at least so many seconds after their wait
+# began, that it does not wait itself.
 SPOKEN_S = 2.0
-# The speed of a replica is measured over so many seconds at most, and so many inner steps at least;
-# and only where the replica has trained for so large a part of the seconds.
+# The speed of a replica is measured over at most so many seconds, and at least so many inner steps,
+# if the replica has trained for at least this share of the time.
 SPEED_S, MIN_STEPS, MIN_BUSY = 60.0, 5, 0.2
-# Inner steps per second; no training is faster.
+# Higher speeds, in inner steps per second, are not believed.
 MOST_SPEED = 1e5
-# A replica is slow below this part of the median speed of the others, until above the second one.
+# A replica becomes slow below the first share of the median speed, and stops above the second one.
 SLOW, NOT_SLOW = 0.6, 0.75
 MAX_EVENTS, MAX_POINTS, FIRST_STEP_S = 50, 120, 5.0
-# The page and the metrics have so many processes.
+# The page and the metrics show at most so many processes.
 MAX_PROCESSES = 2048
 _NAME = re.compile(r"(0|[1-9][0-9]{0,9})\.([0-9a-f]{32})")
-# A backslash, and Default_Ignorable_Code_Point of Unicode 16 as far as Python prints it.
+# Characters to escape although Python calls them printable: the backslash, and the ones that
+# Unicode 16 lists as Default_Ignorable_Code_Point.
 _ESCAPED = re.compile(
     r"[\\\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
@@ -43,7 +47,7 @@ COUNTERS = (
     "changing_s", "retransmits",
 )  # fmt: skip
 
-# Conditions of a replica that are events when they begin and end.
+# Conditions of a replica, the *marks*: an event is noted when one begins or ends.
 SILENT, CUT, AWAITED, SLOW_ONE = "silent", "cut off", "awaited", "slow"
 BEGINS = {
     SILENT: "replica {} is silent",
@@ -63,7 +67,7 @@ Text = tuple[str, str, bytes, float]
 
 
 class Source(Protocol):
-    """The host of a store or a registry, as this room reads it."""
+    """The methods of a store's or registry's host that the monitor reads."""
 
     def posted(self) -> list[Text]:
         """Return the last figures of each process."""
@@ -84,9 +88,10 @@ class Snapshot(NamedTuple):
     """The last messages of all runs, and numbers of the process that hosts them.
 
     Attributes:
-        posted: Figures.
-        records: By run.
-        facts: By the name of the metric, without "diloco_" and "_total".
+        posted: The figures of all processes.
+        beats: The beats of all processes.
+        records: The record of each run.
+        facts: Numbers of the host, by the name of the metric without "diloco_" and "_total".
         report: The status of a server of asynchronous or decoupled training.
     """
 
@@ -102,11 +107,11 @@ class Snapshot(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """The answers of a table about an elastic run.
+    """The contents of a table for an elastic run.
 
     Attributes:
         view: The last record; None if there is none.
-        beats: By replica.
+        beats: The last beat of each process, by rising replica number.
         evicted: Names of the processes that are asked to leave.
     """
 
@@ -116,13 +121,13 @@ class Seen:
 
     @classmethod
     def of(cls, record: bytes, texts: Mapping[str, bytes]) -> Seen:
-        """Read the record, and the beats by name.
+        """Return the contents with this record and these texts of beats, by name.
 
         Raises:
             ValueError: If the record is none of this version.
         """
         named = [(name, Beat.from_bytes(text)) for name, text in texts.items()]
-        # Nobody beats for another process.
+        # A beat under another process's name does not count.
         beats = [beat for name, beat in named if beat is not None and name_of(beat.key) == name]
         beats.sort(key=lambda beat: beat.key)
         return cls(Record.from_bytes(record) if record else None, beats, evicted(texts))
@@ -180,6 +185,8 @@ class Sample(NamedTuple):
 
     Attributes:
         at: Unix time of the message.
+        view: Number of the group.
+        inner_step: Inner steps of the training.
         idle_s: Seconds without training since the process began.
     """
 
@@ -194,17 +201,22 @@ class Process:
     """One process of a replica.
 
     Attributes:
-        silent_s: Since the last text of any kind; without a text, since the host began.
-        figures_s: Since the figures came.
-        rounds: Applied by this process since its first figures, and by the run before these.
-        cut_from: Numbers of the replicas that this one cannot reach, and that miss no more replicas
-            than this one does.
-        cannot_reach: Numbers of the replicas that this one cannot reach, and that miss more.
+        is_member: Whether the process is in the last record.
+        beat, figures: Its last beat and figures; None without any.
+        silent_s: Seconds since its last text of any kind; without a text, since the host began.
+        figures_s: Seconds since its figures came.
+        rounds: Rounds that this process has applied since its first figures here, plus the run's
+            rounds before these.
+        cut_from: Numbers of replicas that this one cannot reach, and that reach at least as many
+            others as this one does. So this one counts as cut off.
+        cannot_reach: Numbers of replicas that this one cannot reach, and that count as cut off
+            themselves.
         awaited_by: Numbers of the replicas that wait for this one.
-        awaited_s: Since the first of them began.
+        awaited_s: Seconds since the first of these began to wait.
+        samples: The latest samples of its progress, for the speed.
         speed: Inner steps per second, without the time of waits; NaN if unknown.
-        median: The median speed of all; NaN if unknown.
-        marks: The conditions of ``BEGINS``.
+        median: The median speed of all replicas; NaN if unknown.
+        marks: Its present conditions, the keys of ``BEGINS``.
     """
 
     key: Key
@@ -229,7 +241,7 @@ class Process:
 
     @property
     def cut(self) -> tuple[bytes, ...]:
-        """The nonces of the processes that this one cannot reach, as the beat says."""
+        """The nonces of the processes that this one cannot reach, as its beat says."""
         return () if self.beat is None else self.beat.place.cut
 
     @property
@@ -266,15 +278,17 @@ class Run:
     """One run.
 
     Attributes:
-        replicas: The process that counts of each replica, by number.
-        others: Further processes, such as one that takes the place of a member that was killed.
+        seen: The contents of the table; empty for a fixed group.
+        replicas: For each replica, by number, the process that stands for it now.
+        others: Further processes, such as one that is to replace a member that was killed.
         cause: Why the last view came, in words.
-        changes: Records that have followed the first one seen.
-        rounds: Applied since the run was first seen, by the replica that has applied most.
-        points: Unix time in whole seconds and ``rounds``; at most ``MAX_POINTS``.
+        changes: How many records have followed the first one seen.
+        events: The latest events, oldest first.
+        rounds: Rounds applied since the run was first seen, by the replica with the most.
+        points: Pairs of Unix time, in whole seconds, and ``rounds``; at most ``MAX_POINTS``.
         step_s: Seconds between two points, which doubles when the points are too many.
-        has_ended: The host has no message of the run any more: these are the last ones.
-        is_over: Then, that all replicas have ended, and not only fallen silent.
+        has_ended: The host has no message of the run any more: the run shows its last ones.
+        is_over: With ``has_ended``: all replicas have ended, and not only fallen silent.
         since: Unix time at which the run was first seen.
     """
 
@@ -301,7 +315,7 @@ class Run:
         return min((one.silent_s for one in self.replicas.values()), default=math.inf)
 
     def counts(self, process: Process) -> bool:
-        """Whether a process is a member, as each one is of a group without a record."""
+        """Whether a process is a member; without a record, as in a fixed group, each one is."""
         return process.is_member or self.seen.view is None
 
     @cached_property
@@ -423,7 +437,7 @@ def _next_run(
     try:
         seen = Seen.of(record, texts)
     except ValueError:
-        # A record of another version, or a damaged one: the last one that could be read stands.
+        # The record is damaged, or of another version: go on with the last one that could be read.
         seen = replace(Seen.of(b"", texts), view=before.seen.view)
     found = [
         _process(key, seen, beat, figures, before, state, now)
@@ -471,7 +485,7 @@ def _messages(
     figures = {}
     for name, (text, age_s) in posted.items():
         match, one = _NAME.fullmatch(name), Figures.from_bytes(text)
-        # Nobody speaks for another replica.
+        # Figures under another replica's name do not count.
         if match and one and one.replica == int(match[1]) and one.is_plausible(now):
             figures[Key(one.replica, bytes.fromhex(match[2]))] = (one, age_s)
     for key in sorted({*seen.members, *last, *figures}):
@@ -606,10 +620,10 @@ def _numbers_of(keys: Iterable[Key]) -> tuple[int, ...]:
 
 
 def _are_deaf(one: Process, other: Process, old: Process | None) -> bool:
-    """Whether two processes take part in one exchange, and neither hears so of the other.
+    """Whether two processes are in one exchange, and each waits for the other: both are deaf.
 
     Args:
-        old: The first process in the state before, if the same held there.
+        old: The first process in the state before, if the two were deaf there.
     """
     mine, its = one.figures, other.figures
     if mine is None or its is None or {mine.phase, its.phase} != {EXCHANGE}:
@@ -628,14 +642,14 @@ def _are_deaf(one: Process, other: Process, old: Process | None) -> bool:
 
 
 def _judged(run: Run, former: Mapping[Key, Process]) -> dict[Key, Process]:
-    """Return the processes with what the figures of the others say of them, and with marks."""
+    """Return the processes with the waits of others for them, and with marks."""
     waits: dict[int, dict[int, float]] = {}
-    # A newcomer waits for all members, and holds up nobody; nor is its speed a measure.
+    # Leave newcomers out: they wait for all members, hold up nobody, and have no typical speed.
     members = [one for one in run.processes.values() if run.counts(one)]
     for process in members:
         for number in process.figures.waits_for if process.is_waiting and process.figures else ():
             waits.setdefault(number, {})[process.key.number] = process.waited_s
-    # A replica that has ended, or is not heard, is no measure for the others.
+    # The median speed is over replicas that are heard and have not ended.
     heard = [one for one in members if one.figures_s <= SILENT_S and not one.is_gone]
     speeds = [one.speed for one in heard if one.speed == one.speed]
     middle = median_high(speeds) if len(speeds) > 1 else math.nan
@@ -648,7 +662,7 @@ def _judged(run: Run, former: Mapping[Key, Process]) -> dict[Key, Process]:
 
 
 def _marks_outside(run: Run, process: Process) -> frozenset[str]:
-    """Return the marks of a process that is no member; a replica that was lost stays an alarm."""
+    """Return the marks of a process that is no member; a lost replica stays marked as silent."""
     is_over = process.is_gone or run.is_finished or _has_left(process, run)
     is_silent = process.silent_s > SILENT_S and not is_over
     return frozenset((CUT,) * bool(process.cut_from) + (SILENT,) * is_silent)
@@ -681,16 +695,20 @@ def _marked(
 
 
 def _holds_up(process: Process, awaited_s: float) -> bool:
-    """Whether others wait for a process that does not wait itself, as far as it has said since."""
+    """Whether a process holds others up: it is silent, or its newer figures say it does not wait.
+
+    Args:
+        awaited_s: Seconds for which others have waited for it.
+    """
     if process.silent_s > SILENT_S or process.figures is None:
         return True
-    # Where all wait for each other, the link is slow, and no replica.
+    # If all wait for each other, the link is slow, and no replica holds up the others.
     is_news = process.figures_s <= awaited_s - SPOKEN_S
     return is_news and process.figures.waits_s < SPOKEN_S and process.phase != EXCHANGE
 
 
 def _continued(before: Run, run: Run, now: float) -> Run:
-    """Return a run with the events and rounds of before, and with those that are new."""
+    """Return a run with the events and rounds of the state before, and the new ones."""
     members = [one for one in run.processes.values() if run.counts(one)]
     rounds = max([before.rounds, *[one.rounds for one in members]])
     points, step_s = before.points, before.step_s

@@ -90,7 +90,7 @@ class Fragment:
         return is_empty and any(sharding.is_sharded(param) for param in self.params)
 
     def refuse_changes(self) -> None:
-        """Raise ValueError if a parameter does not lie in memory as it did."""
+        """Raise ValueError if a parameter has changed its shape, strides, dtype or device."""
         if tuple(map(memory_of, self.params)) != self.memory:
             for name, param, before in zip(self.names, self.params, self.memory, strict=True):
                 refuse_change(f"parameter {name!r}", param, before)
@@ -101,7 +101,7 @@ class Fragment:
         return sum(tensor.numel() for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """Return what is exchanged, detached; writing to the tensors writes to the parameters."""
+        """Return the tensors to exchange, detached; they share memory with the parameters."""
         if self.is_plain:
             return [param.detach() for param in self.params]
         filler = [] if self.filler is None else [self.filler]
@@ -168,7 +168,7 @@ class Fragment:
 
     @property
     def placement(self) -> str:
-        """Say which elements are exchanged here, if the parameters do not show it."""
+        """Words for the elements that are exchanged here, if they are not all of the parameters."""
         return ""
 
     def local(self) -> list[Tensor]:
@@ -176,7 +176,7 @@ class Fragment:
         return list(self.named().values())
 
     def own_views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Cut ``flat`` for the part of a saved state that this worker has for itself."""
+        """Cut ``flat`` into views for a replica's own entries of a state, such as residuals."""
         return self.views(flat)
 
     def has_own(self, saved: Mapping[str, Any]) -> bool:
@@ -184,15 +184,15 @@ class Fragment:
         return any(name in saved for name in self.names)
 
     def check_own(self, saved: Any) -> None:
-        """Raise ValueError unless ``load_own`` can take what ``own_views`` gave."""
+        """Raise ValueError unless ``load_own`` can load these saved tensors."""
         self.check(saved)
 
     def load_own(self, flat: Tensor, saved: Mapping[str, Tensor]) -> None:
-        """Copy what ``own_views`` gave into ``flat``."""
+        """Copy saved tensors of ``own_views`` into ``flat``."""
         self.load(flat, saved)
 
     def check(self, saved: Any) -> None:
-        """Raise ValueError unless ``load`` can take the saved tensors."""
+        """Raise ValueError unless ``load`` can load these saved tensors."""
         for name, param in zip(self.names, self.params, strict=True):
             if not isinstance(saved, Mapping) or name not in saved:
                 raise ValueError(f"the saved state lacks parameter {name!r}")
@@ -210,7 +210,7 @@ class Fragment:
 
 
 def held(tensor: Tensor) -> Tensor:
-    """Return what this worker holds of a tensor, detached; see ``sharding.local``."""
+    """Return this worker's part of a tensor, detached; see ``sharding.local``."""
     return tensor.detach() if type(tensor) is nn.Parameter else sharding.local(tensor)
 
 
@@ -695,7 +695,7 @@ def layout_hash(fragments: Sequence[Fragment], schedule: Schedule, *, whole: boo
 
 
 def named_layout(layout: int, name: str) -> int:
-    """Return a layout's hash for the objects of one name; without a name, as the hash is."""
+    """Return a layout's hash combined with the objects' name; unchanged for the default name."""
     if name == "default":
         return layout
     text = json.dumps([layout, name])

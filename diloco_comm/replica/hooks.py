@@ -1,7 +1,7 @@
 """Hooks of optimizers: count the steps, and notice steps that are not counted.
 
-A step that is not counted is one of another optimizer on the same parameters: one that was made
-anew after the model was attached, or that steps within ``backward()``.
+Steps of the attached optimizers are counted. Another optimizer on the same parameters, made anew
+after the model was attached, or one that steps within ``backward()``, takes steps that are not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def hookable(optimizer: Any, *, attach: bool = True) -> list[Optimizer]:
     """Return the real optimizers inside an argument: one optimizer, a wrapper, or a sequence.
 
     Args:
-        attach: The optimizers' steps will be hooked; otherwise ``param_groups`` are enough.
+        attach: Whether the optimizers' steps will be hooked. If not, an object with
+            ``param_groups`` is accepted too.
 
     Raises:
         TypeError: If an item has no post-step hook, or no ``param_groups``, or trains two sets of
@@ -53,13 +54,13 @@ def hookable(optimizer: Any, *, attach: bool = True) -> list[Optimizer]:
 
 
 def _unwrap(optimizer: Any, attach: bool) -> Optimizer:
-    """Follow ``.optimizer`` until something really was initialised as a torch Optimizer."""
+    """Return the first object, along ``.optimizer``, that was initialised as a torch Optimizer."""
     inner, seen = optimizer, set()
     while id(inner) not in seen:
         seen.add(id(inner))
         refuse_second_weights(inner)
-        # A wrapper may pass for an Optimizer without its __init__, and even show the inner one's
-        # hooks. Only an object with hooks of its own is handed to these hooks.
+        # A wrapper may be an instance of Optimizer without having run its __init__, and even show
+        # the inner optimizer's hooks. Only an object with hooks of its own calls them.
         if isinstance(inner, Optimizer) and "_optimizer_step_post_hooks" in vars(inner):
             return inner
         inner = getattr(inner, "optimizer", inner)
@@ -134,7 +135,7 @@ class StepHooks:
 
     def remove(self) -> None:
         """Stop counting; idempotent. In a step of an optimizer the hooks stay, and do nothing."""
-        # The step goes through the hooks, and would raise if there were one less.
+        # A step under way iterates over its hooks, and would raise if one were removed.
         frame: FrameType | None = sys._getframe()
         while frame is not None and not _steps_any(frame, self._optimizers):
             frame = frame.f_back
@@ -184,14 +185,14 @@ def is_in_step(
 ) -> bool:
     """Whether a call came in the middle of a step, as a signal handler may call.
 
-    The call stack says so, and no flag: a step that has failed leaves nothing behind. No step is
+    The call stack is read, instead of a flag that a failed step would leave set. No step counts as
     under way in a closure that the optimizer calls before its update, nor in a hook that runs
     after the hook of ``StepHooks``.
 
     Args:
-        frame: The caller of the call.
-        optimizers: A step of one of these may be under way.
-        owner, codes: Or a function of this object with one of these codes.
+        frame: The frame of the caller, where the search in the call stack begins.
+        optimizers: The optimizers whose steps are looked for.
+        owner, codes: A method of ``owner`` whose code is one of ``codes`` is a step as well.
     """
     inner: set[CodeType] = set()
     while frame is not None:
@@ -205,14 +206,14 @@ def is_in_step(
 
 
 def _steps_any(frame: FrameType, optimizers: Sequence[Optimizer]) -> bool:
-    """Whether a frame is a step of one of the optimizers, with its hooks."""
+    """Whether a frame is torch's wrapper around ``step``, run for one of the optimizers."""
     if frame.f_code is not _AROUND_STEP:
         return False
     return any(frame.f_locals.get("self") is one for one in optimizers)
 
 
 def _is_counted(frame: FrameType) -> bool:
-    """Whether a step runs a hook behind the hook that has counted the step."""
+    """Whether a step, given its frame, runs a hook that comes after the hook that counted it."""
     present = frame.f_locals.get("post_hook")
     if present is None:
         return False
@@ -226,12 +227,12 @@ def _is_counted(frame: FrameType) -> bool:
 
 
 def _is_before(frame: FrameType, inner: Collection[CodeType]) -> bool:
-    """Whether a step calls its closure, and has not changed a parameter yet.
+    """Whether a step, given its frame, calls its closure and has changed no parameter yet.
 
     Optimizers of torch, all but LBFGS, begin by their only call of the closure; others may not.
 
     Args:
-        inner: The code of each function that is being called within the step.
+        inner: The code of each function on the call stack inside the step.
     """
     values = frame.f_locals
     module = getattr(values.get("func"), "__module__", "")
@@ -246,10 +247,14 @@ def _is_before(frame: FrameType, inner: Collection[CodeType]) -> bool:
 
 
 def refuse_in_step(call: str, *place: Any) -> None:
-    """Raise if a call came in the middle of a step; ``place`` as for ``is_in_step``.
+    """Raise if a call came in the middle of a step.
+
+    Args:
+        call: The name of the function that was called, for the message.
+        place: The arguments of ``is_in_step``.
 
     Raises:
-        RuntimeError: With the name of the call.
+        RuntimeError: If a step is under way.
     """
     if is_in_step(*place):
         raise RuntimeError(
@@ -272,15 +277,16 @@ class SkippedSteps:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self._last: dict[Any, int] = {}
-        # By the number of an optimizer: its state when no parameter had a counter, and the length.
+        # By the index of an optimizer whose state held no step counter when last looked at: that
+        # state, and its length. The optimizer is skipped until either changes.
         self._uncounted: dict[int, tuple[Any, int]] = {}
         self.count = 0
 
     def observe(self, *, is_skipped: bool = False) -> None:
-        """Look at the counter of a parameter that had a gradient in this logical step.
+        """Count a logical step if the step counter of a parameter with a gradient did not move.
 
         Args:
-            is_skipped: The optimizer was not called in this logical step.
+            is_skipped: The optimizer was not called in this logical step, which is then counted.
         """
         if is_skipped:
             self.count += 1
@@ -313,10 +319,10 @@ def _counter(state: Any) -> int | None:
 class UncountedSteps:
     """Report steps of other optimizers on the exchanged parameters.
 
-    A step within a counted step, or around one, is part of the latter: optimizers may be nested.
+    Optimizers may be nested: a step within a counted step, or around one, is not reported.
 
     Args:
-        optimizers: Those whose steps are counted, by hooks.
+        optimizers: The optimizers whose steps are counted, by hooks.
         params: The ids of the exchanged parameters, which the caller keeps.
         report: Called with the sentence about the first step that was not counted.
     """
@@ -327,13 +333,14 @@ class UncountedSteps:
         params: Collection[int],
         report: Callable[[str], None],
     ) -> None:
-        # No other optimizer gets the ids of these, because they are kept here.
+        # The optimizers are kept, so that no later object can get one of their ids.
         self._optimizers, self._counted = optimizers, frozenset(map(id, optimizers))
         self._params = params
         self._report: Callable[[str], None] | None = report
         self._is_inside = False
         self._num_counted = 0
-        # Whether an optimizer holds exchanged parameters, and the count when its step began.
+        # Whether each other optimizer holds exchanged parameters; and, while it steps, the number
+        # of counted steps, and some elements of these parameters, when its step began.
         self._holds: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._began: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[Tensor]]] = (
             weakref.WeakKeyDictionary()
@@ -342,7 +349,7 @@ class UncountedSteps:
             hooks.register_optimizer_step_pre_hook(_weak(self, UncountedSteps._before)),
             hooks.register_optimizer_step_post_hook(_weak(self, UncountedSteps._after)),
         ]
-        # Hooks of all optimizers would outlive a watch that nobody closes.
+        # These hooks are global to torch, and would outlive an object that nobody closes.
         self._end = weakref.finalize(self, _remove, handles)
 
     def close(self) -> None:
@@ -363,7 +370,7 @@ class UncountedSteps:
         count, values = self._began.pop(optimizer, (-1, []))
         if count != self._num_counted or self._report is None:
             return
-        # A wrapper may collect gradients, and call the counted optimizer in a later step.
+        # A wrapper may only collect gradients in this step, and move no parameter.
         if all(map(torch.equal, values, self._some(optimizer))):
             return
         report, self._report = self._report, None
@@ -374,7 +381,7 @@ class UncountedSteps:
         )
 
     def _some(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return some elements of exchanged parameters of an optimizer."""
+        """Return the first elements of at most 16 exchanged parameters of an optimizer."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         ours = [param for param in params if id(param) in self._params]
         return [memory_order(sharding.local(param))[:_ELEMENTS] for param in ours[:16]]
@@ -395,11 +402,11 @@ def _remove(handles: Sequence[Any]) -> None:
 def _weak(
     watch: UncountedSteps, method: Callable[[UncountedSteps, Optimizer], None]
 ) -> Callable[..., None]:
-    """Return a hook of all optimizers that does not keep the watch alive."""
+    """Return a hook that calls the method for any optimizer, and does not keep ``watch`` alive."""
     reference = weakref.ref(watch)
 
     def diloco_look_at_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # No break in the graph of an optimizer that is compiled, whoever compiles it.
+        # In a compiled optimizer this hook would break the graph, so that it does nothing there.
         if torch.compiler.is_compiling():
             return
         present = reference()
@@ -420,7 +427,7 @@ def refuse_second_weights(optimizer: Any) -> None:
     trainer = {"deepspeed": "DeepSpeed", "megatron": "Megatron"}.get(
         type(optimizer).__module__.partition(".")[0]
     )
-    # DeepSpeed's own Adam and Lamb are optimizers of torch, and have none.
+    # DeepSpeed's own Adam and Lamb are torch optimizers, and keep no copies.
     if trainer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"{name} of {trainer} steps copies of the model's parameters, which would undo each "

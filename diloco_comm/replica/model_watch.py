@@ -3,27 +3,27 @@
 An attached model is known by its parameters: the objects that were there at construction, and the
 values that they had. Two things that a program may do later would go wrong without a word:
 
-* ``load_state_dict`` writes other values. Outer parameters, or the server's, are of the values
-  before, and pull the loaded ones back in the next rounds.
+* ``load_state_dict`` writes other values. The outer parameters, or the server's weights, still
+  follow the values before the load, and pull the loaded values back in the next rounds.
 * ``load_state_dict(assign=True)``, ``resize_token_embeddings`` and others put another parameter
   under the same name. The model then computes with a parameter that nothing exchanges.
 
-Hooks of every module tell of a load, also of one into a part of the model or through a wrapper.
-A load is looked at before the next optimizer step, by a digest of the values: a program may load
-averaged weights, evaluate them and load its own back. A step without a load before it costs a few
-comparisons. Writes that run no hook (``param.data = ...``, numpy) are not seen.
+Hooks of every module notice a load, also one into a part of the model or through a wrapper. Before
+the next optimizer step a digest shows whether the values differ from those before the load: a
+program may load averaged weights, evaluate them and load its own back. A step without a load before
+it costs a few comparisons. Writes that run no hook (``param.data = ...``, numpy) are not seen.
 
 An optimizer may keep the weights a second time: an fp32 copy of bf16 parameters (*masters*), or a
 copy in host memory. Such an optimizer steps on its copy and then writes the copy over the
-parameters, so that no outer step lasts. Two looks find that:
+parameters, so that no outer step lasts. Two things reveal such an optimizer:
 
 * A tensor of the optimizer's state that equals its parameter up to the cast to a smaller dtype.
 * The values of some elements after an exchange has written them. Let b and a be their values
   before and after the write, and p their values one inner step later. The *undone share* is
-  <p - a, b - a> / |b - a|^2: near 0 for an ordinary optimizer, 1 if the write was undone. A share
-  between 0.8 and 1.25 of a movement that is mostly this one, after three writes in a row, is a
-  warning, in rounds of at least four inner steps. The share is no proof: an inner optimizer that
-  reaches its own optimum in one step goes back as well.
+  <p - a, b - a> / |b - a|^2: near 0 for an ordinary optimizer, 1 if the write was undone. In rounds
+  of at least four inner steps, three writes in a row with a share between 0.8 and 1.25, where the
+  inner step moved mainly back along the write, are a warning. The share is no proof: an inner
+  optimizer that reaches its own optimum in one step goes back as well.
 """
 
 from __future__ import annotations
@@ -49,11 +49,13 @@ from .hooks import UncountedSteps, second_weights, uncompiled
 
 Checks = Literal["raise", "warn", "off"]
 CHECKS: tuple[Checks, ...] = get_args(Checks)
-# Parameters that are not exchanged, and that a step looks at.
+# The most optimizer parameters outside the exchange that each step checks for being unfrozen.
 _LOOKS_A_STEP = 64
-# Elements that are looked at, in that many parameters.
+# The sample that is copied around a write: about four parameters, divided among the fragments, with
+# at least one of each, at most 16 in all, and at most 4096 elements of each.
 _PARAMETERS, _MOST_PARAMETERS, _ELEMENTS = 4, 16, 4096
-# A copy with fewer values may be a constant: zeros, or ones of a normalisation.
+# A tensor of equal values is taken for a copy if it has this many distinct ones: zeros, or the ones
+# of a normalisation, may be equal by chance.
 _LEAST_VALUES = 17
 _LEAST_STEPS = 4
 _UNDONE, _LEAST_UNDONE = (0.8, 1.25), 3
@@ -69,7 +71,7 @@ class Trainer(Protocol):
         """Warn if this trainer is open, and has steps that were neither shared nor saved."""
 
 
-# The trainers of this process that were not collected. A forked child trains with none of them.
+# The trainers of this process that still exist. A forked child trains with none of them.
 _trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_trainers.clear)
 
@@ -81,7 +83,7 @@ def warn_at_exit(trainer: Trainer) -> None:
 
 @atexit.register
 def _warn_of_all() -> None:
-    # The interpreter keeps the error that ended the program, and shows that error alone.
+    # sys.last_value is the exception that ended the program. It is shown alone, without a warning.
     if getattr(sys, "last_value", None) is None:
         for trainer in list(_trainers):
             trainer._warn_of_unshared_steps()
@@ -123,8 +125,8 @@ class ModelWatch:
     Args:
         model, optimizers: As the program uses them.
         fragments: The parameters that are exchanged.
-        on_loaded: Called before an optimizer step, a send or a flush if values were loaded since
-            the last step; returns a sentence about a load that goes wrong, or "".
+        on_loaded: Called before an optimizer step, a send or a flush if other values were loaded
+            since the last step; returns a sentence about why the load goes wrong, or "".
         checks: One of ``CHECKS``; "off" sets no hook of a module.
         sync_every: Inner steps of a round.
         is_hooked: Steps are counted by hooks of the optimizers; otherwise the program counts.
@@ -155,10 +157,12 @@ class ModelWatch:
         self._is_expected = self._is_paused = False
         self._overwritten: int | None = None
         self._is_lost: Callable[[], bool] | None = None
-        # Reads the weights that the program loads after a state, until the next step.
+        # Reads the weights that the program loads into the model after it has loaded a state here.
+        # Called until the next step.
         self._read_late: Callable[[], object] | None = None
-        # A summary of the optimizers' groups, their parameters that are not exchanged, and the
-        # first of these that the next step looks at.
+        # The length of each optimizer group, and the ids of its first and last parameter: a change
+        # shows that the parameters outside the exchange (``_others``) must be listed anew. The next
+        # step looks at these from ``_next_other`` on.
         self._held: list[tuple[int, ...]] | None = None
         self._others: list[nn.Parameter] = []
         self._refuses_new, self._next_other = refuses_new, 0
@@ -166,9 +170,11 @@ class ModelWatch:
         able = [one for one in optimizers if hasattr(one, "register_step_pre_hook")]
         self._handles = [one.register_step_pre_hook(before_step) for one in able]
         self._sees_steps = bool(able)
-        # The tables of modules with what each has under a name: parameters, and modules with them.
+        # Where each exchanged parameter is: a module's dict of parameters or of submodules, a name
+        # in it, and the parameter, or the submodule on the way to it, that was there at first.
         self._places: list[tuple[dict[str, Any], str, Any]] = []
-        # By name: the step when a frozen parameter was seen, and the digest after the last write.
+        # By name of an exchanged parameter that was frozen at a write: the step when it was first
+        # seen so, and the digest of its values after the last write.
         self._frozen: dict[str, tuple[int, int]] = {}
         self._sync_every, self._num_steps = sync_every, 0
         self._is_first_send = checks != "off"
@@ -187,7 +193,7 @@ class ModelWatch:
         self._add_places(unwrap_model(model), set())
 
     def _add_places(self, module: nn.Module, seen: set[int]) -> bool:
-        """Return whether the module, or a module in it, has an exchanged parameter."""
+        """Note the places of exchanged parameters in the module; return whether it has any."""
         places: list[tuple[dict[str, Any], str, Any]] = []
         for name, param in module._parameters.items():
             if id(param) in self._known:
@@ -229,7 +235,7 @@ class ModelWatch:
             self._refuse_left_out()
             if self._frozen:
                 self._refuse_frozen()
-            # Before the first step there are no gradients, and an optimizer has no state.
+            # The next two checks need gradients and optimizer state, and so at least one step.
             if self._is_first_send and self._num_steps:
                 self._is_first_send = False
                 if sentence := unheld_parameters(self._model, self._known):
@@ -253,15 +259,15 @@ class ModelWatch:
                 self._frozen[name] = first, digest_of([held(param)])
 
     def forget_writes(self) -> None:
-        """Measure nothing of the last write."""
+        """Do not check whether the last write was undone, nor whether frozen parameters moved."""
         self._frozen = {}
         if self._copies is not None:
             self._copies.forget()
 
     def stepped(self) -> None:
-        """Look at the parameters after an inner step, before anything is exchanged."""
+        """Count an inner step, and copy what the first step after a write has made of it."""
         self._num_steps += 1
-        self._is_expected = False  # Without hooks of the optimizer nothing else ends a resume.
+        self._is_expected = False  # The pre-step hook does that too, if the optimizer has hooks.
         if self._copies is not None and self._copies.is_written:
             self._copies.stepped()
 
@@ -273,22 +279,23 @@ class ModelWatch:
         is_lost: Callable[[], bool] | None = None,
         read_late: Callable[[], object] | None = None,
     ) -> None:
-        """Take what is loaded before the next step for a part of a resume.
+        """Report no load before the next step: it is a part of going on from a saved state.
 
         Args:
             overwritten: Digest of weights of another replica that have taken the place of this
                 replica's own; None if that did not happen.
             is_lost: Asked before the next step whether the model has other weights than the saved
                 state; None if the state cannot tell.
-            read_late: Called before the next step, and by ``read_late`` until then: the program may
-                load the model after the state. None if the state needs nothing of the model.
+            read_late: Reads the model's weights for the state. Called before the next step, and by
+                the method ``read_late`` until then, because the program may load the model after
+                the state. None if the state needs nothing of the model.
         """
         self._before, self._is_expected, self._overwritten = None, True, overwritten
         self._is_lost, self._read_late = is_lost, read_late if self._sees_steps else None
         self.forget_writes()
 
     def read_late(self, *, is_last: bool = False) -> None:
-        """Let a loaded state read the model's weights; ``is_last`` if it does so no more."""
+        """Let a loaded state read the model's weights; with ``is_last``, for the last time."""
         if self._read_late is not None:
             self._read_late()
             if is_last:
@@ -296,7 +303,7 @@ class ModelWatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Enter a block after which the parameters are what they were before."""
+        """Enter a block whose loads are not noted: it leaves the parameters as they were before."""
         self._is_paused = True
         try:
             yield
@@ -309,7 +316,7 @@ class ModelWatch:
             self._before = self._digest()
 
     def _before_step(self, *_: Any) -> None:
-        """Look at what the program has done since the last step of an optimizer."""
+        """Check what the program has loaded, added or unfrozen since the last optimizer step."""
         if self._read_late is not None:
             self.read_late(is_last=True)
         if self._refuses_new:
@@ -325,8 +332,8 @@ class ModelWatch:
     def _look_at_groups(self) -> None:
         """Raise before a step on parameters that were added to an optimizer or unfrozen.
 
-        The next send looks at all of them; a step looks at a few, so that it costs the same for
-        any number of frozen parameters.
+        A step looks at a few of the parameters outside the exchange, so that it costs the same for
+        any number of frozen ones. The next send looks at all.
         """
         groups = [group["params"] for one in self._optimizers for group in one.param_groups]
         held = [(len(params), *map(id, params[:1]), *map(id, params[-1:])) for params in groups]
@@ -339,7 +346,11 @@ class ModelWatch:
             refuse_new_parameters(self._model, self._optimizers, self._known)
 
     def _look_at_load(self, before: int) -> None:
-        """Report a load that goes wrong; ``before`` is the digest of the values before the load."""
+        """Report a load that has changed the values, if ``on_loaded`` says that it goes wrong.
+
+        Args:
+            before: The digest of the values before the load.
+        """
         self._before = None
         self.refuse_replaced()
         if self._digest() != before and (sentence := self._on_loaded()):
@@ -366,11 +377,12 @@ class ModelWatch:
         return digest_of([tensor for part in self._fragments for tensor in part.tensors()])
 
     def warn_of_unshared_steps(self, name: str, inner_step: int, remedy: str = "") -> None:
-        """Warn of an end in good order without a flush; not while an exception is handled.
+        """Warn that the program ends without a flush; not while an exception is handled.
 
         Args:
             name: The replica or the worker, for the message.
-            remedy: By default: to flush.
+            inner_step: The replica's or the worker's last inner step.
+            remedy: The advice at the end of the message; by default, to flush.
         """
         if self.checks != "off" and sys.exc_info()[0] is None:
             warn(
@@ -382,7 +394,7 @@ class ModelWatch:
     # ---------------------------------------------------------------------- replaced parameters
 
     def refuse_replaced(self) -> None:
-        """Raise, or warn, if the model has another parameter under a name.
+        """Raise, or warn, if the model has another parameter under the name of an exchanged one.
 
         Raises:
             RuntimeError: With ``checks="raise"``.
@@ -393,7 +405,8 @@ class ModelWatch:
             sharding.reshard(self._fsdp_modules)
         if all(table.get(name) is known for table, name, known in self._places):
             return
-        # A parametrization, or an adapter around a module, may keep the parameter elsewhere.
+        # Under a parametrization, or an adapter around a module, a parameter may be elsewhere in
+        # the model, and is not replaced.
         present = {id(param) for param in unwrap_model(self._model).parameters()}
         names = [name for name, param in self._named if id(param) not in present]
         if names:
@@ -420,7 +433,8 @@ class ModelWatch:
     def _refuse_frozen(self) -> None:
         """Report parameters that were frozen for a round, and that no inner step has moved.
 
-        Loops that train one network against another freeze parameters for a part of each step.
+        A parameter that is frozen for a part of each step, as in loops that train one network
+        against another, is not reported.
         """
         params = dict(self._named)
         for name, (_, digest) in list(self._frozen.items()):
@@ -442,7 +456,7 @@ class ModelWatch:
 
 
 class LoadHook:
-    """The hook of the modules. In a copy, or in a model that was pickled, the hook does nothing."""
+    """The hook of each module, run before a load. In a copied or pickled model it does nothing."""
 
     def __init__(self, watch: ModelWatch | None = None) -> None:
         self._watch = None if watch is None else weakref.ref(watch)
@@ -464,7 +478,7 @@ class CopyWatch:
         report: Called with the sentence about a copy.
 
     Attributes:
-        is_written: A block may have written the parameters, and no inner step came after it.
+        is_written: Whether a block of ``writing`` has ended, and no inner step came after it.
     """
 
     def __init__(
@@ -492,7 +506,7 @@ class CopyWatch:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Keep some elements before and after a block that may write the parameters."""
+        """Enter a block that may write the parameters; copy some elements before and after it."""
         if not self._sample:
             yield
             return
@@ -502,16 +516,16 @@ class CopyWatch:
         self.is_written, self._is_measured = True, False
 
     def forget(self) -> None:
-        """Measure nothing of the last write."""
+        """Do not check whether the last write was undone."""
         self.is_written = self._is_measured = False
 
     def stepped(self) -> None:
-        """Keep the elements, one inner step after the last write."""
+        """Copy the elements as they are one inner step after the last write."""
         self.is_written, self._is_measured = False, True
         self._moved.take()
 
     def before_send(self) -> None:
-        """Look at the optimizer's state once, and at the undone share of each write."""
+        """Report a copy in an optimizer's state, looked for once; warn if writes were undone."""
         if not self._is_looked_at:
             self._is_looked_at = True
             self._look_at_states()
@@ -535,9 +549,10 @@ class CopyWatch:
             )
 
     def shares(self) -> tuple[float, float]:
-        """Return the undone share, and the share of the movement that lies along the write.
+        """Return the undone share of the last write, and how far the step went along that write.
 
-        NaN for a write that changed nothing.
+        The latter is the squared cosine of the angle between step and write. Both are NaN for a
+        write that changed nothing.
         """
         before, after, moved = (
             torch.cat(copies.host) for copies in (self._before, self._after, self._moved)
@@ -574,7 +589,7 @@ class _Copies:
     """Copies of some elements of parameters in host memory; ``take`` does not wait for a device.
 
     Attributes:
-        host: The elements of each parameter, fp32, once they are there.
+        host: The elements of each parameter, fp32; complete once ``is_there`` returns True.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
@@ -583,7 +598,7 @@ class _Copies:
         self._event: torch.Event | None = None
 
     def take(self) -> None:
-        """Copy the elements as they are when the device is here."""
+        """Begin to copy the elements, in the order of the device's current stream."""
         flats = [memory_order(held(param)) for param in self._params]
         begins = [max(0, flat.numel() - _ELEMENTS) // 2 for flat in flats]
         pieces = [flat[b : b + _ELEMENTS] for flat, b in zip(flats, begins, strict=True)]
@@ -598,7 +613,7 @@ class _Copies:
             self._event.record(torch.accelerator.current_stream(device))
 
     def is_there(self) -> bool:
-        """Whether the device has made the copies."""
+        """Whether the device has finished the copies of the last ``take``."""
         return self._event is None or self._event.query()
 
 
@@ -619,7 +634,11 @@ def unheld_parameters(model: nn.Module, known: Collection[int]) -> str:
     """Return the sentence about parameters that get gradients and that no optimizer holds, or "".
 
     Such a parameter is not exchanged: each replica trains its own, by an optimizer that was not
-    given, or none trains it. A teacher, or a backbone that is only evaluated, gets no gradient.
+    given, or none trains it. A teacher, or a backbone that is only evaluated, gets no gradient, and
+    is not in the sentence.
+
+    Args:
+        known: The ids of the exchanged parameters.
     """
     named = unwrap_model(model).named_parameters()
     names = [name for name, param in named if param.grad is not None and id(param) not in known]

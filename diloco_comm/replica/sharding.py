@@ -1,4 +1,4 @@
-"""Parameters of which a worker holds a part, and what joins ranks: DTensors, DDP, FSDP and ZeRO.
+"""Sharded parameters (DTensors), and wrappers that join ranks: DDP, FSDP and ZeRO.
 
 The local shard is exchanged with the same shard of the other replicas. The shard is looked up anew
 at each use, because FSDP may give a parameter other memory.
@@ -37,7 +37,7 @@ def is_whole(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this worker holds of a tensor, detached; writing to it writes to the tensor."""
+    """Return this worker's shard of a tensor, or all of it, detached; it shares the memory."""
     with torch.no_grad():
         return (tensor.to_local() if is_sharded(tensor) else tensor).detach()  # type: ignore[attr-defined]
 
@@ -70,7 +70,7 @@ def part_of(saved: Tensor, tensor: Tensor) -> Tensor:
 
 
 def misfit(saved: Tensor, tensor: Tensor) -> str:
-    """Say why ``part_of`` cannot take a saved tensor; "" when it can."""
+    """Return why ``part_of`` cannot take a saved tensor; "" if it can."""
     if saved.shape != tensor.shape:
         return f"has shape {tuple(saved.shape)}, {tuple(tensor.shape)} expected"
     if not is_sharded(saved):
@@ -88,7 +88,7 @@ def _split(tensor: DTensor | Any) -> tuple[Any, ...]:
 
 
 def position(tensor: Tensor) -> str:
-    """Say which part of a tensor this worker holds; "" for all of it."""
+    """Return words for the part of a tensor that this worker holds; "" for all of it."""
     if not is_sharded(tensor):
         return ""
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
@@ -216,7 +216,7 @@ def around(model: nn.Module, optimizers: Iterable[Any] = ()) -> Iterator[Wrapper
 
 
 def batch_norms(model: nn.Module) -> Iterator[Wrapper]:
-    """Find the layers that average over ranks what they measure in each batch."""
+    """Find the SyncBatchNorm layers, which average each batch's statistics over ranks."""
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm):
             group = module.process_group or dist.group.WORLD

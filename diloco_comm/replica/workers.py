@@ -1,14 +1,14 @@
 """The workers of one replica; if one worker fails, all raise.
 
 The workers take the same steps. So each block that sends or applies something ends with the same
-few small collectives, whatever became of a worker's own rounds in the block. The messages travel in
-host memory, and the host does not wait for a device: beside a group without host memory, as one of
-NCCL alone, a gloo group is made.
+few small collectives, even if rounds failed on one worker. Their messages are in host memory, so
+that the host does not wait for a device. If a group carries no host memory, such as one with NCCL
+alone, a gloo group is made beside it.
 
 Workers that hold the same parameters (DDP, ZeRO-1/2) share the outer state of their replica. Worker
-s of S owns the s-th range of each fragment's elements. The worker exchanges that range with worker
-s of the other replicas, and keeps outer parameters and momentum for that range alone. The
-parameters that it has written are given to the other workers of its replica.
+s of S owns the s-th range of each fragment's elements. It exchanges that range with worker s of the
+other replicas, and keeps outer parameters and momentum only for that range. After an outer step it
+sends the parameters of its range to the other workers of its replica.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..exchange.membership import change, stores
 from . import sharding
 from .fragments import Fragment
 
-# Stage of the error of a worker whose replica has lost another worker.
+# The ``stage`` of a worker's SyncError if another worker of its replica is lost.
 WORKMATE_STAGE = "replica"
 
 
@@ -104,7 +104,10 @@ class ReplicaWorkers:
             return self._control.gather(value)
 
     def counted(self, params: Sequence[Tensor]) -> list[bool]:
-        """Say for each parameter whether no worker before this one holds the same elements."""
+        """Return for each parameter whether this worker counts its elements in norms.
+
+        It does if no worker of a lower rank holds the same elements.
+        """
         keys = [sharding.held_part(param) for param in params]
         before = self._control.gather(keys)[: self.rank]
         return [all(keys[i] != theirs[i] for theirs in before) for i in range(len(params))]
@@ -115,14 +118,14 @@ class ReplicaWorkers:
             return -self._control.largest(-number)
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
-        """Say for each flag whether any worker has set the flag; a collective call."""
+        """Return for each flag whether any worker has set it; a collective call."""
         with self._while_all_live():
             return self._control.any(flags)
 
     # ------------------------------------------------------------------------ the same parameters
 
     def share(self, fragment: Fragment, block_size: int) -> SharedFragment:
-        """Return the fragment as this worker has it.
+        """Return a fragment with only this worker's range of the elements.
 
         Raises:
             ValueError: If its parameters are sharded already.
@@ -142,7 +145,7 @@ class ReplicaWorkers:
         )
 
     def broadcast(self, tensors: Sequence[Tensor], owner: int) -> None:
-        """Give the 1-D tensors of one worker to all, in place, one message for each dtype."""
+        """Copy the 1-D tensors of worker ``owner`` to all, in place; one message for each dtype."""
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = same[0] if len(same) == 1 else torch.cat(same)
@@ -151,7 +154,7 @@ class ReplicaWorkers:
                 torch._foreach_copy_(same, list(flat.split([t.numel() for t in same])))
 
     def hand_out(self, fragments: Sequence[Fragment]) -> None:
-        """Give the other workers the parameters that this worker has written."""
+        """Send each worker's range of the parameters to the others; a collective call."""
         for fragment in fragments:
             if isinstance(fragment, SharedFragment):
                 fragment.give()
@@ -162,7 +165,8 @@ class ReplicaWorkers:
     def all_workers(self, fragments: Sequence[Fragment] = ()) -> Iterator[None]:
         """Run a block that all workers enter; if one worker fails, all raise.
 
-        The worst failure is raised: after a NonFiniteError training may go on, after others not.
+        If several fail, the worst failure is raised: a NonFiniteError is the least, as training may
+        go on after it.
 
         Args:
             fragments: Fragments whose parameters are written in the block.
@@ -227,7 +231,7 @@ def _severity(failure: Exception | None) -> int:
 
 
 def _report(failure: Exception | None) -> tuple[str, str, dict[str, Any]]:
-    """Put an error into plain values."""
+    """Return the class name, message and attributes of an error, as values to pickle."""
     if isinstance(failure, SyncError):
         return type(failure).__name__, str(failure), dict(vars(failure))
     return "SyncError", f"{type(failure).__name__}: {failure}", {}
@@ -321,7 +325,7 @@ class SharedFragment(Fragment):
             flat[offset : offset + piece.numel()].copy_(piece)
             offset += piece.numel()
 
-    # Values of one worker alone are saved as they are: other workers may not have such values.
+    # Each worker saves its own values (residuals) for its range alone, as others may have none.
 
     def own_views(self, flat: Tensor) -> dict[str, Tensor]:
         return {self._own_key: flat}
@@ -349,7 +353,7 @@ class SharedFragment(Fragment):
 
 
 class WorkerMessages:
-    """Messages that the workers of a replica send each other; every method is a collective call.
+    """Small messages between the workers of a replica; every method is a collective call.
 
     Args:
         group: The workers. The gloo part of the group carries the messages, if the group has one.
@@ -378,7 +382,7 @@ class WorkerMessages:
         return int(values)
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
-        """Say for each flag whether any worker has set the flag; all workers give as many flags."""
+        """Return for each flag whether any worker has set it; all give the same number of flags."""
         values = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
