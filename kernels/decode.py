@@ -127,8 +127,9 @@ def _merge_tile(
     )
 
 
-# Writes alpha params + (1 - alpha) outer to params, rounded toward c(outer). Per element (fp32) it
-# reads 4 bytes, or 8 if alpha is not 0, and writes 4. One program for each tile.
+# Writes alpha params + (1 - alpha) outer to params, rounded toward c(outer): outer in the dtype of
+# the parameter. Per element (fp32) it reads 4 bytes, or 8 if alpha is not 0, and writes 4. One
+# program for each tile.
 @triton.jit(do_not_specialize=["end"])
 def _merge_kernel(
     outer_ptr,

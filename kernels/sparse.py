@@ -168,9 +168,10 @@ def _places(run_ptr, part, WIRE: tl.constexpr):
 
 @triton.jit
 def store_largest(x, run_ptr, part, nonfinite_ptr, FORM: tl.constexpr):
-    """Encode a block at ``part`` of a run, and return the values of its code.
+    """Encode the block x into its place in a run, and return the block as a receiver decodes it.
 
-    x must be 0 for elements that do not exist.
+    A block with a bad element is sent as zeros; bad elements are counted in ``nonfinite_ptr``. x
+    must be 0 for elements that do not exist. ``part`` is described in ``blocks.py``.
     """
     WIRE: tl.constexpr = FORM[2]
     LOG_KEPT: tl.constexpr = (

@@ -11,8 +11,8 @@
 namespace diloco::codec {
 namespace {
 
-// The bytes of a payload at which the run of an element begins, and the scale and code of the
-// element.
+// Offsets in bytes from the start of a payload: of the run that holds an element, of the scale and
+// of the code of the element.
 struct PayloadPosition {
     int64_t run;
     int64_t scales;

@@ -63,7 +63,11 @@ class Follower:
         self._spare: dict[int, list[Tensor]] = {}
 
     def begin(self) -> int:
-        """Return a new token for a download: answers repeat it, so that older ones are known."""
+        """Return the token of a new download; it is always 0 where no updates are fetched.
+
+        Each answer repeats the token of its request, so answers to an earlier download are told
+        apart and dropped.
+        """
         self._pursuits += self._follows
         return self._pursuits
 

@@ -114,10 +114,11 @@ class Turn:
         self.change(demand=None, here=(), proposal=None, joint=None, failure="")
 
     def forget(self, joint: Joint, failure: str) -> None:
-        """Give up an attempt whose members cannot connect; the pause grows with each failure.
+        """Give up an attempt in which a member could not connect its link or its devices.
 
-        Devices connect on all members or on none. So a proposer tells all members of the failure,
-        and a member tells the proposer.
+        The pause before the next attempt grows with each failure. A device's connections need all
+        members: the proposer reports the failure to all of them, a member reports it to the
+        proposer.
         """
         state, proposal = self.state, self.state.proposal
         is_own = joint.proposer == state.key

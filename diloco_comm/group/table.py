@@ -18,15 +18,17 @@ logger = logger_of(__name__)
 # A *post* is a text about a process that the table's host keeps for people. Least seconds between
 # two posts of a process, and seconds from its start to its first post.
 POST_S, _FIRST_POST_S = 5.0, 1.0
-# After so many failed posts in a row the log says so. A single one can fail when the training
-# thread changes what the post describes.
+# A warning is logged once, after so many posts in a row have failed. A single post may fail
+# harmlessly, when the training thread changes the figures while they are read.
 _MOST_FAILED = 3
 # Seconds for which a process that ends repeats its last swap while the table does not answer.
 _LAST_SWAP_S = 5.0
 
 
 class TableAway(Exception):
-    """The table gave no answer in time; a swap may have been made all the same, or may be later.
+    """The table gave no usable answer in time.
+
+    A swap that was asked for may have been made all the same, or may still be made.
 
     Attributes:
         is_refused: The table does not let in the key of this process.

@@ -168,7 +168,10 @@ class Residuals:
     # ------------------------------------------------------------------------ in a saved state
 
     def before(self) -> Tensor | None:
-        """The ``value`` from before the round under way was agreed on; None with ``carries``."""
+        """For saved states: the residual that ``turn()`` replaced, and to which it can return.
+
+        None if ``carries``, or without error feedback.
+        """
         return None if self.carries else self.new
 
     def reductions_before(self) -> list[Tensor]:

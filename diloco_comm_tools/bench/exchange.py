@@ -158,7 +158,10 @@ def make_methods(settings: Settings) -> list[Any]:
 
 
 class Sampler:
-    """Time methods. Each sample begins after a barrier, on an idle link, and repeats the method."""
+    """Measures how long each implementation of an all-reduce (a *method*) takes.
+
+    A sample begins after a barrier, when nothing else is sent, and is a mean of repetitions.
+    """
 
     def __init__(self, device: str = "cpu", drain: torch.Tensor | None = None) -> None:
         self.drain = drain
@@ -210,7 +213,9 @@ def measure_size(
     """Measure all methods at one size and return a row for each; a collective call.
 
     Args:
-        drain: Averaged before each sample, to empty a shaper of the link.
+        size: Bytes of the tensor as fp32.
+        drain: A tensor that is averaged before each sample, so that a traffic shaper on the link
+            has no burst left.
         also: Called with a method and the tensor that it averages; returns more figures of the row.
     """
     count = size // 4
@@ -231,7 +236,7 @@ def measure_size(
 def describe(
     method: Any, size: int, times: list[float], reference: list[float], datatype: str = "float"
 ) -> Row:
-    """Return the figures of one row; docs/reference/bench.md has the formulas."""
+    """Return the figures of one method at one size; docs/reference/bench.md explains them."""
     world = dist.get_world_size()
     median = statistics.median(times)
     gigabytes = size / 1e9

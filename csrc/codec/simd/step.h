@@ -47,7 +47,8 @@ DILOCO_INLINE Vec::F update(const StepSpan& span, const StepVectors& c, int64_t 
         return Vec::sub(outer, Vec::div(Vec::mul(c.lr, m), Vec::add(root, c.eps)));
     } else {
         Vec::F m = Vec::add(Vec::mul(c.mu, Vec::load(span.momentum + i)), g);
-        // The bound comes first: min and max return their second operand when one is a NaN.
+        // The bound is the first operand, so that a NaN in m stays a NaN: min and max return their
+        // second operand if one is a NaN.
         m = Vec::min(c.upper, Vec::max(c.lower, m));
         Vec::store(span.momentum + i, m);
         const Vec::F step = kOptimizer == Optimizer::kNesterov ? Vec::add(g, Vec::mul(c.mu, m)) : m;
