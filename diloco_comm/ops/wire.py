@@ -167,7 +167,7 @@ class WireFormat:
         return (1, self.code_bits // 8) if self.code_bits >= 8 else (2, 1)
 
     def code_bytes(self, num_elements: int) -> int:
-        """Bytes of the codes of the first ``num_elements`` elements of a run, in whole code units."""
+        """Bytes of the codes of a run's first ``num_elements`` elements, in whole code units."""
         elements, num_bytes = self.code_unit
         return _ceil_div(num_elements, elements) * num_bytes
 
