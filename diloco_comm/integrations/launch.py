@@ -71,9 +71,9 @@ def _note_training() -> None:
 
     def note(*_: Any) -> None:
         hidden.has_trained = True
-        handle.remove()
 
-    handle = register_optimizer_step_post_hook(note)
+    # A hook cannot remove itself while torch goes through the hooks.
+    register_optimizer_step_post_hook(note)
 
 
 def _connect(launch: Launch, timeout_s: float) -> dist.Store:
