@@ -187,16 +187,18 @@ def is_for_below(context: typer.Context, given: Mapping[str, str]) -> bool:
 
 def as_today(arguments: list[str]) -> list[str]:
     """Return a command line in which former options (``FORMER``) are the sub-commands of today."""
-    command, *words = arguments or [""]
+    if not arguments:
+        return []
+    command, *words = arguments
     end = words.index("--") if "--" in words else len(words)
-    if command == "plan" and "--workers" in words[:end]:
-        note("--workers is deprecated: its name is --replicas")
-        words = ["--replicas" if word == "--workers" else word for word in words]
-    options = FORMER.get(command, ())
     found = {word.partition("=")[0] for word in words[:end]}
+    if command == "plan" and "--workers" in found:
+        note("--workers is deprecated: its name is --replicas")
+        words[:end] = [re.sub("^--workers(?=$|=)", "--replicas", word) for word in words[:end]]
+    options = FORMER.get(command, ())
     for former in options:
         if former in found:
             # A value behind "=" is an argument of the sub-command.
             values = [word.removeprefix(f"{former}=") for word in words[:end]]
             return [command, former[2:], *(v for v in values if v not in options), *words[end:]]
-    return [command, *words] if arguments else []
+    return [command, *words]

@@ -175,6 +175,7 @@ def test_the_former_name_of_replicas_works_with_a_note() -> None:
         (["serve", "--status=a:1", "--json"], ["serve", "status", "a:1", "--json"]),
         (["serve", "--decoupled", "--snapshot", "s"], ["serve", "decoupled", "--snapshot", "s"]),
         (["plan", "--", "--failures"], ["plan", "--", "--failures"]),
+        (["plan", "--workers=4"], ["plan", "--replicas=4"]),
         (["demo", "--decoupled"], ["demo", "--decoupled"]),
         ([], []),
     ],
