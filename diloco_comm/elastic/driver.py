@@ -82,6 +82,23 @@ class Driver(group.Driver):
             and beat.place.settings == state.settings.digest
         }
 
+    @property
+    def awaits_beats(self) -> bool:
+        """Whether a member that beats has yet to say that it has begun in the newest known record.
+
+        A member has begun when it has entered the record and holds the outer state. Until its beat
+        says so, nobody knows whether the member serves that state.
+        """
+        record, beats = self.state.record or self.state.in_table, self.beats or {}
+        gone = self.state.life.suspected | self.state.life.dead
+        return record is not None and any(
+            not (beats[key].place.entered >= record.number and beats[key].place.has_state)
+            and key.nonce not in gone
+            and self.signs.is_fresh(key.nonce)
+            for key in record.members
+            if key in beats
+        )
+
     # ------------------------------------------------------------------- the driver's thread
 
     def _see(self, seen: Seen) -> None:

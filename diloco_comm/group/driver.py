@@ -391,9 +391,13 @@ class Driver:
         record = self.state.record or self.state.in_table
         return () if record is None else record.members
 
-    def _look_after_others(self) -> None:
-        """Judge which processes live, and tell the core if that has changed."""
-        base = self._base()
+    def _look_after_others(self, newest: Record | None = None) -> None:
+        """Judge which processes live, and tell the core if that has changed.
+
+        Args:
+            newest: A record that this process has just read. A newcomer judges its members.
+        """
+        base = self._base() if self.state.record or newest is None else newest.members
         beats = (self.beats or {}).values()
         newcomers = [beat.key for beat in beats if not (beat.place.entered or beat.is_gone)]
         self.signs.want(key.nonce for key in (*base, *newcomers))
@@ -468,8 +472,7 @@ class Driver:
     def _see(self, seen: Seen) -> None:
         """Tell the core what the table holds, if its record can be read."""
         try:
-            if seen.look.record:
-                Record.from_bytes(seen.look.record)
+            newest = Record.from_bytes(seen.look.record) if seen.look.record else None
         except ValueError as error:
             run, table = self.state.settings.run, seen.table.hex()
             self._note_loss(
@@ -506,7 +509,7 @@ class Driver:
         places = tuple([self._place_in(beat) for beat in beats if not _is_old(beat)])
         known = self._base()
         evict = frozenset(key.number for key in known if name_of(key) in leaving)
-        self._look_after_others()
+        self._look_after_others(newest)
         self._step(st.Looked(look.record, seen.table, places, evict))
         unknown, self._unknown = self._unknown, deque(maxlen=_MOST_UNKNOWN)
         for frame in unknown:

@@ -128,8 +128,10 @@ class StateTransfer:
             time.sleep(_TURN_S)
             return
         if self._newcomer is None and not driver.donors():
-            # There is no group yet, or none of its members serves.
-            self._be_ready(driver, "")
+            # There is no group yet, or none of its members serves. A member that has just entered
+            # the group may serve, too: its next beat says so.
+            if not driver.awaits_beats:
+                self._be_ready(driver, "")
             time.sleep(_TURN_S)
             return
         newcomer = self._newcomer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import sys
 import tracemalloc
 from collections.abc import Iterable, Iterator, Sized
@@ -14,9 +15,20 @@ from typing import Any
 
 import pytest
 from agreement_world import Broken
-from driver_world import FAULTS, Clock, DriverWorld, Storm, VirtualLink, VirtualTable, virtual_time
+from driver_world import (
+    FAULTS,
+    SUSPECT_AFTER_S,
+    TICK_S,
+    Clock,
+    DriverWorld,
+    Storm,
+    VirtualLink,
+    VirtualTable,
+    virtual_time,
+)
 
 from benchmarks.elastic.checks import check_chain
+from diloco_comm.elastic.driver import Driver
 from diloco_comm.group import agreement, streams
 from diloco_comm.group.beats import Way
 from diloco_comm.group.signs import Signs
@@ -168,3 +180,52 @@ def test_an_agreement_that_loses_a_round_is_found(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(agreement, "decide", decide)
     with pytest.raises(Broken, match="I1"):
         run(1, 80, 4)
+
+
+def founded(seed: int, clock: Clock) -> DriverWorld:
+    """Return a world whose processes 0 and 1 serve their state, and have just made a record."""
+    world = DriverWorld(seed, clock)
+    for number in (0, 1):
+        world.processes[world.add(number).key.nonce].driver.serves = True
+    while not world.chain:
+        world.pass_time(TICK_S)
+    return world
+
+
+def newcomer_in(world: DriverWorld) -> Driver:
+    """Start a process that never asks to be let in."""
+    process = world.processes[world.add(2).key.nonce]
+    process.ready_at = math.inf
+    return process.driver
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_newcomer_suspects_no_member_at_its_first_look(seed: int) -> None:
+    clock = Clock()
+    with virtual_time(clock):
+        world = founded(seed, clock)
+        world.pass_time(1.0)
+        driver = newcomer_in(world)
+        while driver.state.in_table is None:
+            world.pass_time(TICK_S)
+        assert len(driver.donors()) == 2 and not driver.awaits_beats
+
+
+@pytest.mark.parametrize("has_beats", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_newcomer_awaits_the_first_beats_of_members_in_a_new_record(
+    seed: int, has_beats: bool
+) -> None:
+    clock = Clock()
+    with virtual_time(clock):
+        world = founded(seed, clock)
+        world.off_table = frozenset(node.key.nonce for node in world.living)
+        driver = newcomer_in(world)
+        world.pass_time(1.0)
+        # A newcomer that asked to be let in now would have copied nothing.
+        assert driver.state.in_table is not None
+        assert not driver.donors() and driver.awaits_beats
+        if has_beats:
+            world.off_table = frozenset()
+        world.pass_time(2 * SUSPECT_AFTER_S)
+        assert len(driver.donors()) == 2 * has_beats and not driver.awaits_beats
