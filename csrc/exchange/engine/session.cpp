@@ -299,8 +299,8 @@ void Session::vote(Job& job) {
     if (num_peers() > 0 && Clock::now() >= deadline_) {
         throw std::runtime_error("it was too late to vote");
     }
-    // seal() has aborted this session: the replica has told its group for which rounds it voted,
-    // and must not vote again.
+    // seal() or close() has aborted this session. After seal() the replica tells its group for
+    // which rounds it voted, so it must not vote again.
     if (transport_.is_aborted()) throw Aborted();
     vote_out_ = Vote();
     vote_out_.sequence = sequence;

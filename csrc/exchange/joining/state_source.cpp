@@ -201,7 +201,7 @@ void StateSource::run() {
             const bool is_copy = kind == Kind::kElements || kind == Kind::kPayloads;
             if (is_copy) served_bytes_ += result.body.nbytes();
         } catch (const std::exception&) {
-            // There is no memory: send an answer with an empty head.
+            // An unexpected error, such as a lack of memory: send an answer with an empty head.
             head.clear();
             body = {};
         }

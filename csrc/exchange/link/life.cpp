@@ -167,8 +167,8 @@ void Link::beat(Lock& lock, Clock::time_point now) {
     for (const PeerPtr& peer : unwanted) stop_dial(lock, peer->lanes[0]);
 }
 
-// Dials a peer that has lost its connections again, at the address where it was: if its process has
-// ended, its host refuses the connection.
+// Redials a peer without a connection at the address where it was: if the peer's process has ended,
+// its host refuses the connection.
 void Link::redial(const PeerPtr& peer) {
     auto dial = std::make_shared<link::Dial>();
     dial->peer = peer;

@@ -160,7 +160,8 @@ class Link : public std::enable_shared_from_this<Link> {
     // without a connection. If the answer's body has more than `most_bytes`, the reply is empty.
     uint32_t request(const link::Place& peer, const std::string& service,
                      const std::vector<uint8_t>& bytes, uint64_t most_bytes);
-    // Waits until a reply to a request of this service is there, then returns all such replies.
+    // Waits, at most for `timeout`, until a reply to a request of this service is there, and
+    // returns all such replies.
     std::vector<link::Reply> replies(const std::string& service, std::chrono::milliseconds timeout);
     // The number of bytes that have arrived so far of the bodies of these requests' answers.
     uint64_t arrived(const std::vector<uint32_t>& tickets) const;
@@ -178,9 +179,9 @@ class Link : public std::enable_shared_from_this<Link> {
     // connection keep their order, and are lost with the connection.
     bool tell(const std::string& nonce, const std::string& service,
               const std::vector<uint8_t>& bytes);
-    // Waits until a message to this service is there, then returns all such messages: the nonce of
-    // the sender and the bytes. Messages that arrive before the first call are lost. At most 1 MiB
-    // of messages of one sender wait here; then the oldest are lost.
+    // Waits, at most for `timeout`, until a message to this service is there, and returns all such
+    // messages: the nonce of the sender and the bytes. Messages that arrive before the first call
+    // are lost. At most 1 MiB of messages of one sender wait here; then the oldest are lost.
     std::vector<std::pair<std::string, std::vector<uint8_t>>> told(
         const std::string& service, std::chrono::milliseconds timeout);
 
@@ -362,7 +363,7 @@ class Link : public std::enable_shared_from_this<Link> {
     Descriptor epoll_, wakeup_, listener_;
 
     std::mutex call_mutex_;   // connect() runs once at a time
-    std::mutex close_mutex_;  // and close()
+    std::mutex close_mutex_;  // close() runs once at a time
     mutable std::mutex mutex_;
     std::condition_variable changed_;  // wakes connect()
     uint64_t num_changes_ = 0;         // calls of announce()

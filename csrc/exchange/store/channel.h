@@ -16,7 +16,8 @@
 namespace diloco::store {
 
 using Clock = std::chrono::steady_clock;
-// The longest wait: a limit of hundreds of years would overflow the clock.
+// The longest wait, ten years: far below the 292 years at which a signed 64-bit count of
+// nanoseconds overflows.
 constexpr std::chrono::hours kForever{87600};
 inline Clock::time_point after(std::chrono::milliseconds time) {
     return Clock::now() + std::clamp<std::chrono::milliseconds>(time, {}, kForever);
