@@ -29,7 +29,7 @@ def magnitude_bits(x):
 
 @triton.jit
 def random_bits(first, key, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The 16 random bits of elements first, first + 1, ... (a multiple of 16), [ROWS, COLUMNS].
+    """The 16 random bits of elements from ``first`` (a multiple of 16) on, [ROWS, COLUMNS].
 
     One Philox block serves sixteen elements; ``csrc/wire/philox.h`` has the exact mapping.
     """

@@ -32,9 +32,9 @@ struct Tile {
     int64_t first;   // index of the first element in the fragment
     int32_t size;    // number of elements, at most kTile
     int64_t scales;  // byte of a payload at which the first element's scale lies
-    int64_t codes;   // byte at which its code lies; a multiple of 16 except in rotated formats
+    int64_t codes;   // byte of its code; a multiple of 16 in formats with a code for each element
     int64_t run;     // byte at which its run begins
-    // In rotated and sparse formats the tile begins 128 * first_row elements behind its block.
+    // In rotated formats the tile begins 128 * first_row elements behind its block; else 0.
     int32_t first_row;
     // Elements of the run from `first` on; not set for norms and for sparse formats.
     int64_t left = 0;

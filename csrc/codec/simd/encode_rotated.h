@@ -31,7 +31,8 @@ template <Format kFormat>
 constexpr int kPartVectors =
     kKeptVectors<kFormat> < kHeldVectors ? kKeptVectors<kFormat> : kHeldVectors;
 
-// If |E| is at most this, the squares of a block's elements neither overflow nor underflow.
+// If |E| is at most this, the sum of the squares of a block's elements neither overflows nor
+// underflows.
 constexpr int kLargestPlainExponent = 55;
 
 // The sums over a block's coefficients from which its scale is made, one for each lane.

@@ -36,7 +36,7 @@ class StoreClient : public store::Values {
         std::set<link::PublicKey> allowed{};  // keys that the host may have, beside the own key
         std::optional<link::Proxy> proxy{};   // dials the host, if there is one
     };
-    // What the host has told in its answer to kHello, and whether the last dial was refused.
+    // The facts in the host's answer to kHello, and whether the last dial was refused.
     struct Facts {
         std::string table_id{}, process{};
         bool is_durable = false;   // swaps are written to a journal

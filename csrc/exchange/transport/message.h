@@ -98,8 +98,7 @@ struct BadElements {
 // Finds the bad elements that the votes report. `votes` and `replicas` are in rank order.
 BadElements find_bad_elements(const std::vector<Vote>& votes, const std::vector<int64_t>& replicas);
 
-// The sentence for a round without any weight: these replicas were reset, so that theirs are 0, and
-// no other has one.
+// The sentence for a round in which all weights are 0, because each reset replica has weight 0.
 std::string nothing_to_average(const std::vector<int64_t>& reset_replicas);
 
 // The first difference that forbids this exchange, as one sentence that names replicas and values;
