@@ -373,8 +373,8 @@ DILOCO_DEVICE void with_own_dtype(const ReduceArgs&, const Place&, F&& f) {
 }
 
 // Encodes the first of `left` whole tiles in a faster way, if there is one, and returns their
-// number or 0. reduce of int8 and int4 has one (dot_tile.h), if the weights are equal powers of
-// two.
+// number or 0. With rounding to nearest, reduce of int8 and int4 has one (dot_tile.h), if the
+// weights are equal powers of two.
 template <Format kFormat, bool kStochastic, class Lanes>
 DILOCO_DEVICE uint32_t take_tiles(const Lanes&, const EncodeArgs&, const Tile&, uint32_t) {
     return 0;

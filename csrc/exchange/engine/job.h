@@ -33,7 +33,7 @@
 
 namespace diloco {
 
-// Where the runs of a fragment lie in its payload; see wire.py.
+// Where the runs of a fragment lie in its payload; see Layout in diloco_comm/ops/wire.py.
 struct Layout {
     int64_t num_elements = 0;
     int64_t num_runs = 1;
@@ -165,7 +165,7 @@ struct Job {
     // The running job waits for this replica's header; -1: for payloads and votes.
     std::optional<int64_t> awaited;
     std::vector<Header> headers;  // of all ranks, in rank order; empty until all are here
-    std::vector<double> weights;  // of all ranks, divided by their sum; empty until then
+    std::vector<double> weights;  // of all ranks, over their sum; empty until the headers match
 
     // Outcome, constant once is_done.
     std::optional<Failure> failure;

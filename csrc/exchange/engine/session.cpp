@@ -295,7 +295,7 @@ void Session::vote(Job& job) {
     const uint64_t sequence = job.header.sequence;
     // A single replica has no chunk to wait for; its bad elements are known when all are encoded.
     wait_for_encoded(job, job.plan->layout.num_runs - 1);
-    // Past the deadline the other ranks have given up, and may go on without this one.
+    // Past this rank's deadline the other ranks may have given up, and gone on without this rank.
     if (num_peers() > 0 && Clock::now() >= deadline_) {
         throw std::runtime_error("it was too late to vote");
     }

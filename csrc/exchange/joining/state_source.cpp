@@ -17,7 +17,7 @@ using std::chrono::milliseconds;
 namespace {
 
 // The most bodies of one connection that the link has not sent yet; further requests of that
-// connection wait.
+// connection wait, except kStatus.
 constexpr size_t kMostBodies = 2;
 // From this number of waiting requests on, requests of ended connections are removed.
 constexpr size_t kMostWaiting = 1024;

@@ -29,8 +29,8 @@ constexpr size_t kMostEarly = 1024;
 // that claims the same nonce with another key is another peer.
 using PeerId = std::pair<Nonce, PublicKey>;
 
-// The time at which a connection of a lane has ended. Only channels that are older and use the lane
-// can have lost messages by it.
+// The time at which a connection of a lane has ended. Only channels that began before this time
+// (Channel::since) and use the lane can have lost messages.
 struct End {
     int lane = 0;
     Clock::time_point when{};

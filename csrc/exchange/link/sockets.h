@@ -69,7 +69,7 @@ class Descriptor {
     int get() const { return fd_; }
     explicit operator bool() const { return fd_ >= 0; }
 
-    // Closes it, unless this process is a forked child, which has closed it already.
+    // Closes the descriptor, unless this process is a forked child, which has closed it already.
     void reset();
 
   private:

@@ -38,7 +38,7 @@ struct Packet {
 // counts up. If a request comes again with the number of the last one, the host does nothing and
 // gives the same answer.
 enum class Request : uint8_t {
-    kHello,       // both sides begin with it; parts: kProtocol, random name of the client
+    kHello,       // the first request; parts: kProtocol, random name of the client
     kSet,         // parts: key, value
     kCompareSet,  // parts: key, expected, desired
     kGet,         // parts: keys; number: milliseconds to wait until all keys are set

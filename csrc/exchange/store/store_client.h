@@ -101,8 +101,8 @@ class StoreClient : public store::Values {
     struct Wire {
         Place place;
         const pid_t owner = getpid();
-        // One caller at a time may use these; it has taken the turn by take_turn(). That is no
-        // std::timed_mutex, because ThreadSanitizer does not understand it.
+        // One caller at a time may use these members, after take_turn(). The turn is no
+        // std::timed_mutex, because ThreadSanitizer does not understand one.
         std::unique_ptr<store::Channel> channel{};  // null: the next call dials
         std::optional<Address> address{};           // the host's address in the last connection
         std::string name = store::random_name();
