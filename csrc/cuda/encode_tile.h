@@ -174,7 +174,7 @@ DILOCO_DEVICE CodeQuad<kFormat> codes_of(const Quad& x, const PerQuad<kQuads>& q
 }
 
 // Encodes quad j of a lane and writes its codes. With keeps_rest, x becomes the error of the
-// encoding. Elements behind the tile's last are zero, and so are their codes.
+// encoding. Elements after the tile's last are zero, and so are their codes.
 template <Format kFormat, bool kStochastic, int kQuads>
 DILOCO_DEVICE void encode_quad(uint8_t* codes_at, bool is_aligned, int count, bool keeps_rest,
                                Quad& x, const PerQuad<kQuads>& quads, int j, uint32_t random,

@@ -316,7 +316,7 @@ int64_t encode_rotated_input(const EncodeSpan& argument) {
     };
     uint32_t largest = load_block<Input>(argument, 0, scratch.x(0));
     for (int64_t block = 0; block < num_blocks; ++block) {
-        // Behind the last block there is no next one: the last block is loaded again, for nothing.
+        // After the last block there is no next one: the last block is loaded again, and not used.
         const Input next(span, block + 1 < num_blocks ? block + 1 : block);
         const float* current = scratch.x(block);
         float* following = scratch.x(block + 1);

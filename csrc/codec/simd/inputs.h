@@ -7,7 +7,7 @@
 namespace diloco::codec {
 namespace {
 
-// Prefetches kUnroll elements that lie kBytesAhead bytes behind element i.
+// Prefetches kUnroll elements that lie kBytesAhead bytes after element i.
 template <int kBytesAhead>
 DILOCO_INLINE void prefetch_stream(const void* data, int element_bytes, int64_t i) {
     const char* p = static_cast<const char*>(data) + i * element_bytes + kBytesAhead;

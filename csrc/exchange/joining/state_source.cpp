@@ -337,7 +337,8 @@ StateSource::Result StateSource::state(const Wanted& wanted, Part& part) {
     }
     at::Tensor values;
     if (num_writes % 2 == 0) values = copy(part, written, begin, end);
-    // fetch_add(0) and no load: a write, so that no read of the values moves behind it.
+    // fetch_add(0) instead of load(): a write, so that no read of the values is moved after this
+    // check.
     if (num_writes % 2 != 0 || part.num_writes.fetch_add(0) != num_writes) {
         result.found.kind = static_cast<uint32_t>(Kind::kLater);
         return result;

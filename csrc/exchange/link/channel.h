@@ -72,7 +72,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
     std::set<int> closed{};     // numbers of the groups that this process has closed
     std::set<uint64_t> told{};  // ids of connections on which this process has sent kJoin
 
-    // Whether messages of this channel may be lost because these connections have ended.
+    // Whether messages of this channel may be lost because the connections of `ends` have ended.
     bool has_lost(const std::vector<End>& ends) const;
     // Whether the peer has begun to send or receive messages in this channel.
     bool has_messages() const { return !early_.empty() || !grants_.empty(); }

@@ -195,8 +195,8 @@ bool Link::tell(const std::string& nonce, const std::string& service,
     const link::Nonce wanted = link::nonce_of(nonce);
     Lock lock(mutex_);
     PeerPtr peer;
-    // On a link with keys, another process may claim the same nonce: prefer the peer that this
-    // process wants.
+    // On a link with keys, another process may claim the same nonce: prefer the peer that is in a
+    // group or a reach() list of this process.
     for (auto it = peers_.lower_bound({wanted, {}}); it != peers_.end(); ++it) {
         if (it->first.first != wanted) break;
         if (!peer || is_wanted(*it->second)) peer = it->second;
