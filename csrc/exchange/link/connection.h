@@ -70,7 +70,7 @@ enum class FrameKind : uint8_t {
                 // stored: the receiver of this frame may send as many more
     kOffer,     // a send of `total` bytes has been waiting for its grant
     kRefuse,    // sizes of send and receive differ; `total` is the size on the frame's sender. With
-                // a ticket that receive fails, without one the send of this tag
+                // a ticket the receive of that ticket fails, without a ticket the send of this tag
     kEnd,       // the sender has closed this group
     kPing,      // asks for a kPong
     kPong,      // the answer to a kPing, on the same connection
