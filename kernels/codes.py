@@ -29,7 +29,7 @@ def magnitude_bits(x):
 
 @triton.jit
 def random_bits(first, key, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The 16 random bits of elements first, first + 1, ... (a multiple of 16), [ROWS, COLUMNS].
+    """The 16 random bits of elements from ``first`` (a multiple of 16) on, [ROWS, COLUMNS].
 
     One Philox block serves sixteen elements; ``csrc/wire/philox.h`` has the exact mapping.
     """
@@ -58,7 +58,7 @@ def _uniform(r):
 def _integer_code(y, r, LIMIT: tl.constexpr, STOCHASTIC: tl.constexpr):
     """One of the two integers around y, in the low bits of a uint32 in two's complement."""
     if STOCHASTIC:
-        # The sum y + 768 has 14 bits behind the binary point. Adding 14 random bits there carries
+        # The sum y + 768 has 14 bits after the binary point. Adding 14 random bits there carries
         # into the code above them.
         return (float_bits(y + 768.0) + (r >> 2)) >> 14
     limit = LIMIT * 1.0

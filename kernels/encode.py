@@ -146,8 +146,7 @@ def _reduce_tile(
 ):
     x = sum_of_terms(terms, part, NUM_INLINE, FORM, FULL)
     if not FULL:
-        # Behind the last element, values are 0 times whatever is at the place of a scale: maybe
-        # NaN.
+        # After the last element, values are 0 times the bytes at the place of a scale: maybe NaN.
         x = tl.where(form_offsets(FORM) < part[2], x, 0.0)
     _encode_tile(x, result_ptr, part, part[1], element, key, kept, FORM, QMAX, STOCHASTIC, FULL)
 

@@ -18,9 +18,10 @@ from .norms import TILE as NORM_TILE
 from .tiles import DTYPES
 
 # For each operator the elements of a tile (for digest: words), and the warps of a program. On a
-# sparse wire, whose blocks are larger than this, a tile is one block. Operators that need a block's
-# maximum have eight elements per thread, so that one warp has a block of 256; the others have four,
-# which are 16 bytes of fp32. Other sizes have not been measured.
+# sparse wire, whose blocks are larger than this, a tile is one block. encode and reduce need a
+# block's maximum, and have eight elements per thread, so that one warp has a block of 256.
+# outer_step, decode and merge have four, which are 16 bytes of fp32. norms and digest read their
+# larger tiles in a loop. Other sizes have not been measured.
 PROGRAMS = {
     "encode": (2048, 8),
     "reduce": (2048, 8),
@@ -74,7 +75,7 @@ def _on(device: torch.device) -> AbstractContextManager:
 def tiles_of(
     what: str, tensors: Sequence[Tensor], device: torch.device, run_elements: int, tile: int
 ) -> Tiles:
-    """Return the tables of an operator's tensors, which are checked when first seen."""
+    """Return the tables of an operator's tensors. Several tensors are checked when first seen."""
     lone = lone_tensor(tensors, run_elements, tile)
     found = None if lone else find_tiles(tensors, device, run_elements, tile)
     if found is None:
@@ -134,7 +135,7 @@ class Tiles:
     """The tables of one fragment that is divided into runs and tiles, for kernels (``tiles.py``).
 
     ``tiles`` is int64 [num_tiles, 2] and ``segments`` int64 [num_segments, 4], both on the device.
-    If ``dtype_set`` is 0, they are None and the fragment's only tensor.
+    If ``dtype_set`` is 0, ``tiles`` is None, and ``segments`` is the fragment's only tensor.
     """
 
     num_elements: int

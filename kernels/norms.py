@@ -140,7 +140,7 @@ def _add_batch(
     values = ()
     for i in tl.static_range(BATCH):
         pointer = totals_ptr + tile + i
-        # Behind the last tile there is +0, which changes no sum.
+        # After the last tile there is +0, which changes no sum.
         x = tl.load(pointer) if FULL else tl.load(pointer, mask=tile + i < num_tiles, other=0.0)
         values = values + (x,)  # type: ignore[assignment]  # noqa: RUF005
     offsets = tile + tl.arange(0, BATCH)

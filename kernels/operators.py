@@ -4,8 +4,8 @@ Each operator takes the ``Arguments`` of one call, by their names in its schema.
 
 They take CUDA tensors, and CPU tensors if Triton runs as an interpreter (``TRITON_INTERPRET=1``).
 An operator launches one kernel on the current stream, however many tensors there are (norms two),
-and does not wait for the device. The first call with new tensors, or with tensors at new
-addresses, makes tables of them (``tiles.py``).
+and does not wait for the device. The first call with several new tensors, or with tensors at new
+addresses, makes tables of them (``tiles.py``), and waits for their copy to the device.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def _code_places(run_ptr, part, FORM: tl.constexpr, KEPT: tl.constexpr):
 
 @triton.jit
 def _scale_places(run_ptr, part, FORM: tl.constexpr):
-    """Pointers [ROWS] to the scales of the blocks; a run's first scale is behind its key."""
+    """Pointers [ROWS] to the scales of the blocks; a run's first scale follows its key."""
     return (run_ptr + 8).to(tl.pointer_type(tl.uint16)) + part[1] // FORM[1] + tl.arange(0, FORM[0])
 
 

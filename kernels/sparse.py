@@ -68,6 +68,7 @@ def _find_border(key, largest, KEPT: tl.constexpr):
     Among equal keys, lower indices are kept. The search ends as soon as exactly KEPT keys reach the
     border, after about twelve counts for data without equal keys, and after at most 51.
     """
+    # A key is the bits of an fp32 magnitude, so 1 << 23 is one step of the exponent, a factor of 2.
     # Fewer than KEPT keys reach ``upper``, and at least KEPT reach ``lower``. ``lower`` first goes
     # down from the largest key by factors of 2, 4, 16 and so on; then the two are bisected.
     step = 1 << 23

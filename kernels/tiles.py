@@ -30,7 +30,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 def find_tile(tiles_ptr, segments_ptr, place, count, TILE: tl.constexpr, DTYPE_SET: tl.constexpr):
     """Return a tile's row of the first table, and whether it is uncut, aligned, in one tensor.
 
-    ``load_tile`` and ``store_tile`` take the row.
+    ``load_tile`` and ``store_tile`` take the row. A fragment's only tensor need not be aligned.
     """
     if DTYPE_SET == 0:
         where = place
@@ -88,7 +88,7 @@ def _rounded(x, outer, NUMBER: tl.constexpr):
 
 @triton.jit
 def store_any(pointer, offsets, value, outer, mask, FULL: tl.constexpr):
-    """Store fp32 as fp32, bf16 or fp16, rounded toward c(outer), or to nearest if that is None."""
+    """Store fp32 as fp32, bf16 or fp16, rounded toward c(outer), or to nearest if outer is None."""
     if pointer.dtype.element_ty == tl.bfloat16:
         pointer = pointer.to(tl.pointer_type(tl.uint16))
         value = bf16_bits(_rounded(value, outer, 1)).to(tl.uint16)

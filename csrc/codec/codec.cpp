@@ -157,7 +157,7 @@ int64_t encode_short(const EncodeArgs& args, EncodeSpan span, const Piece& piece
     span.codes = codes;
     span.streams_codes = span.streams_residual = false;
     if (span.num_terms > 0) {
-        // The bytes behind the last code of a received run are arbitrary, so zero what they decode
+        // The bytes after the last code of a received run are arbitrary, so zero what they decode
         // to.
         args.kernels->decode({span.format, span.block_size, 1, span.terms, span.num_terms,
                               sum.value, DType::kFp32, false});

@@ -54,7 +54,7 @@ struct EncodeArgs {
 
 struct DecodeArgs {
     const Kernels* kernels;
-    bool is_large;  // more than the caches hold: results are stored past them
+    bool is_large;  // the data exceeds the caches: results are written by non-temporal stores
     RunLayout layout;
     const uint8_t* const* term_payloads;
     const float* coefficients;
@@ -64,7 +64,7 @@ struct DecodeArgs {
 
 struct StepArgs {
     const Kernels* kernels;
-    bool is_large;  // more than the caches hold: results are stored past them
+    bool is_large;  // the data exceeds the caches: results are written by non-temporal stores
     RunLayout layout;
     const uint8_t* const* term_payloads;
     const float* coefficients;
@@ -78,7 +78,7 @@ struct StepArgs {
 
 struct MergeArgs {
     const Kernels* kernels;
-    bool is_large;  // more than the caches hold: results are stored past them
+    bool is_large;  // the data exceeds the caches: results are written by non-temporal stores
     const float* outer;
     Fragment params;
     float alpha;

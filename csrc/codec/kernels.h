@@ -108,8 +108,8 @@ struct MergeSpan {
     bool streams_params;
 };
 
-// Adds the squares of the elements of c(outer) - params that are not bad (wire/scale.h), in fp64,
-// to 16 partial sums: element i to lanes[i mod 16].
+// Adds the squares of the elements of c(outer) - params, or without `outer` of params, that are not
+// bad (wire/scale.h), in fp64, to 16 partial sums: element i to lanes[i mod 16].
 struct NormsSpan {
     int64_t num_elements;  // a multiple of 32
     const float* outer;    // or null

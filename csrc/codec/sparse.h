@@ -8,7 +8,8 @@
 namespace diloco::codec {
 namespace {
 
-// Decodes one block; all its elements become NaN if no encoder writes such a code.
+// Decodes one block. All its elements become NaN if no encoder writes such a scale, or such a code
+// with a scale other than 0.
 template <wire::Format kFormat>
 void decode_sparse(uint16_t scale_bits, const uint8_t* code, float* out) {
     using S = wire::Sparse<kFormat>;

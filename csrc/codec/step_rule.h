@@ -1,5 +1,6 @@
-// Rounding to a parameter's dtype, the outer optimizers and the merge, for one element. C++ and
-// CUDA kernels share these functions.
+// Rounding to a parameter's dtype, the outer optimizers and the merge, for one element. The scalar
+// C++ kernels and the CUDA kernels share these functions; simd/step.h repeats the formulas for AVX2
+// and AVX-512.
 #pragma once
 
 #include "codec/kernels.h"

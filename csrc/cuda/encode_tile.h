@@ -174,7 +174,7 @@ DILOCO_DEVICE CodeQuad<kFormat> codes_of(const Quad& x, const PerQuad<kQuads>& q
 }
 
 // Encodes quad j of a lane and writes its codes. With keeps_rest, x becomes the error of the
-// encoding. Elements behind the tile's last are zero, and so are their codes.
+// encoding. Elements after the tile's last are zero, and so are their codes.
 template <Format kFormat, bool kStochastic, int kQuads>
 DILOCO_DEVICE void encode_quad(uint8_t* codes_at, bool is_aligned, int count, bool keeps_rest,
                                Quad& x, const PerQuad<kQuads>& quads, int j, uint32_t random,
@@ -373,8 +373,8 @@ DILOCO_DEVICE void with_own_dtype(const ReduceArgs&, const Place&, F&& f) {
 }
 
 // Encodes the first of `left` whole tiles in a faster way, if there is one, and returns their
-// number or 0. reduce of int8 and int4 has one (dot_tile.h), if the weights are equal powers of
-// two.
+// number or 0. With rounding to nearest, reduce of int8 and int4 has one (dot_tile.h), if the
+// weights are equal powers of two.
 template <Format kFormat, bool kStochastic, class Lanes>
 DILOCO_DEVICE uint32_t take_tiles(const Lanes&, const EncodeArgs&, const Tile&, uint32_t) {
     return 0;

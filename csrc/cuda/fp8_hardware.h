@@ -3,7 +3,7 @@
 //   - cvt.rn.satfinite rounds half to even, also to sub-normal results, keeps the sign of a number
 //     that becomes zero, and turns too large numbers into the largest one. minifloat_nearest() does
 //     the same.
-//   - NaN is never converted, because the codes of a block with a bad element are zero.
+//   - The code of a NaN is not used: the codes of a block with a bad element are zero.
 //   - Decoding is exact: all fp8 numbers are fp16 numbers, and these are fp32 numbers.
 // A code for an fp8 NaN, which no encoder makes, may give a NaN with other bits than wire/codes.h.
 #pragma once

@@ -1,7 +1,8 @@
 // The CUDA operators, without torch. Each enqueues kernels on the stream (a cudaStream_t) of a
-// Queue and returns, without allocating or waiting. encode, reduce and decode enqueue two kernels,
-// one for whole tiles (tiles.h) unless rest.is_all, and one for the other tiles; norms enqueues
-// two; the others one. An error of the driver is thrown as a std::runtime_error with its text.
+// Queue and returns, without allocating or waiting. encode, reduce and decode enqueue up to two
+// kernels, one for whole tiles (tiles.h) unless rest.is_all, and one for the other tiles; on sparse
+// wires one. norms enqueues two, upload() one for each 3584 bytes, the others one. An error of the
+// driver is thrown as a std::runtime_error with its text.
 #pragma once
 
 #include <cstddef>

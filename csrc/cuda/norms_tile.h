@@ -59,8 +59,8 @@ DILOCO_DEVICE void stage_differences(const Lanes& lanes, bool has_outer, float* 
     lanes.sync();
 }
 
-// Adds the squares of a tile that is on `stage`. Elements behind the tile's last are zero there,
-// and adding zero changes nothing.
+// Adds the squares of a tile that is on `stage`. Elements after the tile's last are zero there, and
+// adding zero changes nothing.
 template <class Lanes>
 DILOCO_DEVICE void add_squares(const Lanes& lanes, const float* stage,
                                typename Lanes::template Of<double>& squares) {

@@ -39,7 +39,7 @@ DILOCO_DEVICE uint32_t low_bytes(const uint32_t (&w)[kQuad]) {
 #endif
 }
 
-// The code whose value plus 128 is byte i of a word.
+// Byte i of a word minus 128, as fp32. The caller has added 128 to the int8 codes.
 DILOCO_DEVICE float biased_byte_value(uint32_t w, int i) {
 #if defined(__CUDA_ARCH__)
     const uint32_t bits = __byte_perm(w, kPlainMagicBits, 0x7440 | i);

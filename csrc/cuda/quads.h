@@ -168,7 +168,7 @@ DILOCO_DEVICE CodeQuad<kFormat> load_codes(const uint8_t* p, bool is_aligned) {
     return codes;
 }
 
-// Writes the bytes of the first `count` codes and no others. The codes behind them must be zero,
+// Writes the bytes of the first `count` codes and no others. The codes after them must be zero,
 // because two 4-bit codes share a byte.
 template <Format kFormat>
 DILOCO_DEVICE void store_codes(uint8_t* p, const CodeQuad<kFormat>& codes, int count,

@@ -6,7 +6,7 @@
 namespace diloco::cuda {
 
 // The weighted sum of all terms' decoded values. Each product is rounded, and the products are
-// added in order. Elements behind the tile's last are zero.
+// added in order. Elements after the tile's last are zero.
 template <Format kFormat, int kQuads, class Lanes>
 DILOCO_DEVICE void sum_rotated(const Lanes& lanes, const Terms& terms, const Tile& tile,
                                typename Lanes::template Of<Quads<kQuads>>& sum) {

@@ -10,7 +10,7 @@ namespace {
 // Encodes x = c(outer) - params + residual, or the weighted sum of runs + residual: the k largest
 // |x| of a block are sent as signs with one scale. The new residual is x minus the decoded values.
 // Traffic for n elements, fp32 parameters: reads 8n bytes; error feedback reads and writes 4n more.
-// Writes n / 50 bytes of codes (topk64); reduce of W runs reads W n / 50.
+// Writes n / 55 bytes of codes (topk64); reduce of W runs reads W n / 55.
 template <class Args, class Memory>
 __global__ void __launch_bounds__(kBlockThreads, 3)
     sparse_encode_kernel(const __grid_constant__ Args args) {
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kBlockThreads, 3)
 }
 
 // As step_kernel in outer_step.cu, for sparse payloads. With Nesterov and n fp32 parameters it
-// reads 8n bytes, and n / 50 per term (topk64), and writes 12n.
+// reads 8n bytes, and n / 55 per term (topk64), and writes 12n.
 template <bool kIsAdam>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     sparse_step_kernel(const __grid_constant__ StepArgs args) {
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
     }
 }
 
-// outs = sum over terms i of c_i decode(payload_i). For n elements it reads n / 50 bytes per term
+// outs = sum over terms i of c_i decode(payload_i). For n elements it reads n / 55 bytes per term
 // (topk64), and writes 4n (fp32).
 __global__ void __launch_bounds__(kBlockThreads, 4)
     sparse_decode_kernel(const __grid_constant__ DecodeArgs args) {

@@ -10,7 +10,7 @@ namespace diloco::cuda {
 // The number of terms whose codes are read at a time. A quarter of the threads reads each of them.
 constexpr int kTermBatch = 4;
 constexpr int kTermThreads = kBlockThreads / kTermBatch;
-constexpr int kScaleWord = kTermThreads - 1;  // the scale's place behind the words of the code
+constexpr int kScaleWord = kTermThreads - 1;  // the scale's place, after the words of the code
 static_assert(kMostWords <= kScaleWord);
 
 // The shared memory that a sum needs.
@@ -122,7 +122,7 @@ DILOCO_DEVICE void spread_term(const Block& block, SparseCode code, int t,
 }
 
 // The weighted sum of all terms' decoded values. Each product is rounded, and the products are
-// added in order. Elements behind the block's last are zero.
+// added in order. Elements after the block's last are zero.
 template <class Block>
 DILOCO_DEVICE void sum_sparse(const Block& block, const Runs& runs, const Terms& terms,
                               const Tile& tile, SumMemory& memory, BlockQuads<Block>& sum) {

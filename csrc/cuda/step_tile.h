@@ -141,7 +141,8 @@ DILOCO_DEVICE void load_arrival(const Lanes& lanes, const StepArgs& args, const 
 }
 
 // Adds the update g of an arrival to the sum of its period (args.second), which the first arrival
-// begins: d = sum + g, or g. The last arrival takes the step outer -= step(d); others store d.
+// begins: d = sum + g, or g. The last arrival takes the step of codec::commit_update(), which uses
+// d; other arrivals store d.
 template <class Lanes>
 DILOCO_DEVICE void finish_arrival(const Lanes& lanes, const StepArgs& args, const Tile& tile,
                                   StepArrays<Lanes>& a) {

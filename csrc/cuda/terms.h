@@ -209,7 +209,7 @@ DILOCO_DEVICE void sum_any(const Lanes& lanes, const Runs& runs, const Terms& te
 }
 
 // The weighted sum of all terms' decoded values. Each product is rounded, and the products are
-// added in order. Elements behind the tile's last are zero.
+// added in order. Elements after the tile's last are zero.
 template <Format kFormat, int kQuads, class Lanes, class T>
 DILOCO_DEVICE void sum_terms(const Lanes& lanes, const Runs& runs, const Terms& terms,
                              const T& tile, typename Lanes::template Of<Quads<kQuads>>& sum) {

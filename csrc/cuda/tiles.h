@@ -32,9 +32,10 @@ struct Tile {
     int64_t first;   // index of the first element in the fragment
     int32_t size;    // number of elements, at most kTile
     int64_t scales;  // byte of a payload at which the first element's scale lies
-    int64_t codes;   // byte at which its code lies; a multiple of 16 except in rotated formats
+    int64_t codes;   // byte of its code; a multiple of 16 in formats with a code for each element
     int64_t run;     // byte at which its run begins
-    // In rotated and sparse formats the tile begins 128 * first_row elements behind its block.
+    // In rotated formats the tile begins 128 * first_row elements after the begin of its block;
+    // else 0.
     int32_t first_row;
     // Elements of the run from `first` on; not set for norms and for sparse formats.
     int64_t left = 0;
@@ -325,7 +326,7 @@ DILOCO_DEVICE void fetch_tile(const Lanes& lanes, float* stage, const Segment& s
                                               tile.size * kElement);
 }
 
-// Waits for fetch_tile(), and reads the quads of each lane from the stage. Elements behind the
+// Waits for fetch_tile(), and reads the quads of each lane from the stage. Elements after the
 // tile's last are zero.
 template <DType kDType, int kQuads, class Lanes>
 DILOCO_DEVICE void take_fetched(const Lanes& lanes, const float* stage, const Segment& segment,
@@ -346,7 +347,7 @@ DILOCO_DEVICE void take_fetched(const Lanes& lanes, const float* stage, const Se
     lanes.sync();
 }
 
-// Reads a tile that lies in one segment, aligned or not. Elements behind the tile's last are zero.
+// Reads a tile that lies in one segment, aligned or not. Elements after the tile's last are zero.
 template <DType kDType, int kQuads, class Lanes, class T>
 DILOCO_DEVICE void load_inside(const Lanes& lanes, const Segment& segment, bool is_aligned,
                                const T& tile, typename Lanes::template Of<Quads<kQuads>>& x) {

@@ -38,7 +38,8 @@ struct CpuEngine {
         encode(args, 0, num_elements, nonfinite, max_blocks);
     }
 
-    // Takes the step unless the verdict is not zero. Returns whether it was taken.
+    // Takes the step, unless `verdict` points to a number other than zero. Returns whether the step
+    // was taken.
     bool outer_step(codec::StepArgs& args, const TermList&, int64_t begin, int64_t end,
                     const int64_t* verdict) {
         if (verdict != nullptr && *verdict != 0) return false;

@@ -96,7 +96,8 @@ struct CudaEngine : Call {
         cuda::reduce(to, rest, args.layout.format, args.is_stochastic, queue(max_blocks));
     }
 
-    // Always returns true: the step may have been taken. Only the device knows the verdict.
+    // Always returns true: the step may have been taken. Only the device knows the verdict, a
+    // number in its memory.
     bool outer_step(const codec::StepArgs& args, const TermList& terms, int64_t begin, int64_t end,
                     const int64_t* verdict) {
         cuda::StepArgs to;

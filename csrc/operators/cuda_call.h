@@ -44,7 +44,8 @@ void* current_stream(c10::Device device) {
 #endif
 
 // Returns whether the kernels run on a device (1 or 0), then the numbers of cuda::support(), from
-// which implementations.py makes a sentence. The driver is asked once for each device.
+// which diloco_comm/ops/implementations.py makes a sentence. The driver is asked once for each
+// device.
 const std::vector<int64_t>& support_of(int64_t device) {
     static std::mutex mutex;
     static std::map<int64_t, std::vector<int64_t>> known;
@@ -72,7 +73,8 @@ class Call {
   public:
     // With an empty `impl` the caller leaves the choice to the dispatcher, which has chosen this
     // code by the tensors' device. The table of defaults (diloco_comm/ops/implementations.py) was
-    // asked before: by diloco_comm.ops, and for the engine's encode by exchange.py.
+    // asked before: by diloco_comm.ops, and for the engine's encode by
+    // diloco_comm/exchange/exchange.py.
     Call(c10::string_view impl, const Tensor& tensor) : device(tensor.device()), guard_(device) {
         TORCH_CHECK_VALUE(impl.empty() || impl == kImpl, "impl '", impl,
                           "' does not run on tensors of ", device, "; available: ", kImpl);

@@ -146,7 +146,8 @@ DILOCO_HD float code_value(uint32_t code) {
     }
 }
 
-// Whether a code is infinite or NaN, which only the encoder of fp16 can make of a finite number.
+// Whether a code is infinite or NaN. Among elements that are not bad (scale.h), only those in fp16
+// can get such a code.
 template <Format kFormat>
 DILOCO_HD bool is_code_bad(uint32_t code) {
     return kFormat == Format::kFp16 && (code & 0x7FFFu) >= 0x7C00u;

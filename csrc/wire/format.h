@@ -47,7 +47,8 @@ DILOCO_HD constexpr bool is_sparse(Format format) { return format >= Format::kTo
 // Whether each element has a code of its own. In the other formats a block has a single code.
 DILOCO_HD constexpr bool has_element_codes(Format format) { return format <= Format::kE3m0; }
 
-// Bits of the code of one element. The result has no meaning for rotated and sparse formats.
+// Bits of the code of one element. Rotated and sparse formats have no such codes, and get 8 here,
+// so that has_scales() is true.
 DILOCO_HD constexpr int code_bits(Format format) {
     return format == Format::kFp32                              ? 32
            : format == Format::kBf16 || format == Format::kFp16 ? 16

@@ -2,7 +2,8 @@
 // largest magnitude of the block, and qmax the largest that a code has (format.h). x is encoded as
 // y = x * (1 / scale), all in IEEE fp32. Because the scale is rounded up, the largest element never
 // clips; because it is at least 2^-126, 1 / scale is finite. An element above 2^126 or a NaN is
-// "bad": its block is sent as zeros with the smallest scale.
+// "bad": its block is sent as zeros with the smallest scale. In fp32, bf16 and fp16, which have no
+// scales, only the bad element becomes zero.
 #pragma once
 
 #include "wire/exact.h"

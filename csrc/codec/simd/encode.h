@@ -127,7 +127,8 @@ DILOCO_INLINE void quantise(const EncodeSpan& span, const BlockScale& factors, c
     store_codes<kFormat>(packed, code);
 }
 
-// Encodes a block with a bad element. Such blocks are rare, so it goes element by element.
+// Encodes a block that may have a bad element, since its largest magnitude is above good_limit().
+// Such blocks are rare, so this function goes element by element.
 template <Format kFormat, bool kIsStochastic>
 [[gnu::noinline, gnu::cold]] int64_t encode_bad_block(const EncodeSpan& span, int64_t block,
                                                       const float* x) {
@@ -165,8 +166,8 @@ template <Format kFormat, bool kIsStochastic>
     return num_bad;
 }
 
-// The largest magnitude, as fp32 bits, that a good element can have. If the block's largest is not
-// above it, no element is bad.
+// The magnitude, as fp32 bits, up to which no element is bad. In fp16, larger elements that round
+// to 65504 are not bad either.
 constexpr uint32_t good_limit(Format format) {
     return format == Format::kFp16 ? 0x477FE000u /* 65504 */ : wire::kLargestGoodBits;
 }
@@ -200,7 +201,7 @@ int64_t encode_units(const EncodeSpan& argument) {
     uint32_t largest = load_block<Input>(argument, 0, scratch.x(0));
     for (int64_t block = 0; block < span.num_blocks; ++block) {
         const int64_t begin = block * size;
-        // Behind the last block there is no next one: the last block is loaded again, for nothing.
+        // After the last block there is no next one: the last block is loaded again, and not used.
         const Input next(span, block + 1 < span.num_blocks ? block + 1 : block);
         const float* current = scratch.x(block);
         float* following = scratch.x(block + 1);

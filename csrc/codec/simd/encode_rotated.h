@@ -31,7 +31,8 @@ template <Format kFormat>
 constexpr int kPartVectors =
     kKeptVectors<kFormat> < kHeldVectors ? kKeptVectors<kFormat> : kHeldVectors;
 
-// If |E| is at most this, the squares of a block's elements neither overflow nor underflow.
+// If |E| is at most this, the sum of the squares of a block's elements neither overflows nor
+// underflows.
 constexpr int kLargestPlainExponent = 55;
 
 // The sums over a block's coefficients from which its scale is made, one for each lane.
@@ -315,7 +316,7 @@ int64_t encode_rotated_input(const EncodeSpan& argument) {
     };
     uint32_t largest = load_block<Input>(argument, 0, scratch.x(0));
     for (int64_t block = 0; block < num_blocks; ++block) {
-        // Behind the last block there is no next one: the last block is loaded again, for nothing.
+        // After the last block there is no next one: the last block is loaded again, and not used.
         const Input next(span, block + 1 < num_blocks ? block + 1 : block);
         const float* current = scratch.x(block);
         float* following = scratch.x(block + 1);

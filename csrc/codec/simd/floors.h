@@ -1,6 +1,6 @@
 // The plain loops of codec/bench/floors.h over the class Vec of vec_avx2.h or vec_avx512.h,
-// whichever is included before. Loops that write exist with ordinary and with non-temporal stores
-// ("_stream"): a benchmark takes the faster one.
+// whichever is included before. Most loops that write exist with ordinary and with non-temporal
+// stores ("_stream"): a benchmark takes the faster one.
 #pragma once
 
 #include <cstring>

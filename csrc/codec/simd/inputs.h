@@ -1,5 +1,5 @@
-// The inputs of an encoder over the class Vec of vec_avx2.h or vec_avx512.h, whichever is
-// included before: a difference, a tensor, or a weighted sum of payloads, each plus a residual.
+// The inputs of an encoder over the class Vec of vec_avx2.h or vec_avx512.h, whichever is included
+// before: a difference or a weighted sum of payloads, each with or without a residual, or a tensor.
 #pragma once
 
 #include "codec/simd/round.h"
@@ -7,7 +7,7 @@
 namespace diloco::codec {
 namespace {
 
-// Prefetches kUnroll elements that lie kBytesAhead bytes behind element i.
+// Prefetches kUnroll elements that lie kBytesAhead bytes after element i.
 template <int kBytesAhead>
 DILOCO_INLINE void prefetch_stream(const void* data, int element_bytes, int64_t i) {
     const char* p = static_cast<const char*>(data) + i * element_bytes + kBytesAhead;

@@ -39,7 +39,7 @@ DILOCO_INLINE void fill_random(uint64_t element, const PhiloxKeys& keys, int siz
         // Each word is in the lower half of a 64-bit lane; the upper half may have any bits. The
         // first two rounds are simplified: two words of the counter are 0, and the word `upper` is
         // the same for all lanes, so terms made of these are scalars. (Lanes whose counter passes a
-        // multiple of 2^32 lie behind the last element, since units are aligned.)
+        // multiple of 2^32 lie after the last element, since units are aligned.)
         const uint64_t upper = first >> 32;
         const Vec::I p = Vec::multiply_low(Vec::philox_counters(first), m0);
         const Vec::I x = Vec::xor_(Vec::high_half(p), Vec::set64(keys.k1[0]));

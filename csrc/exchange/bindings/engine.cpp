@@ -42,8 +42,8 @@ void set_reduce_residuals(Job& job, const std::optional<at::Tensor>& residual,
     job.new_reduce_residual = alias(new_residual);
 }
 
-// The arguments for Staging (see job.h): queue, and on the device payload, result and the count of
-// bad elements; then the loader or None.
+// The arguments for Staging (see job.h): the queue; on the device the payload, the result and the
+// count of bad elements; the loader or None.
 using StagingArguments =
     std::tuple<std::shared_ptr<DeviceQueue>, at::Tensor, std::optional<at::Tensor>, at::Tensor,
                std::shared_ptr<ChunkLoader>>;

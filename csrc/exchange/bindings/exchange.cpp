@@ -47,7 +47,7 @@ void check_signals() {
 
 namespace {
 
-// For each rank (nonce, address), then if known the key and the relay.
+// Each peer is its nonce and its address, then if known its public key and its relay's address.
 using Places = std::vector<std::vector<std::string>>;
 
 std::vector<link::Place> places_of(const Places& peers) {
@@ -96,7 +96,7 @@ py::bytes bytes_of(const link::PublicKey& key) {
 // The identity of the private key `seed`; null if the text is empty.
 std::shared_ptr<link::Identity> open_identity(const std::string& seed) {
     if (seed.empty()) return nullptr;
-    // OpenSSL is the library that Python has loaded for this module.
+    // The import makes Python load its OpenSSL, which the link uses too.
     py::module_::import("ssl");
     const WithoutGil no_gil;
     return link::Identity::open(key_of("a seed", seed));

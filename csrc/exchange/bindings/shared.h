@@ -8,8 +8,8 @@
 
 namespace diloco {
 
-// Converts seconds to milliseconds, rounded up, and at most ten years: a clock that counts
-// nanoseconds overflows after three hundred.
+// Converts seconds to milliseconds, rounded up. Longer times are cut to ten years: far below the
+// 292 years at which a signed 64-bit count of nanoseconds overflows.
 std::chrono::milliseconds from_seconds(double seconds);
 
 // Throws what the handler of a signal raised, such as KeyboardInterrupt.

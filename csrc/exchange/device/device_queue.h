@@ -45,8 +45,8 @@ class DeviceQueue {
     using Pair = std::pair<at::Tensor, at::Tensor>;
     Mark fetch(const std::vector<Pair>& pairs);
 
-    // From the engine thread: copies page-locked bytes to the device, not before `after`. The mark
-    // is reached when the copy is complete.
+    // From the engine thread: copies page-locked bytes to the device once the device has reached
+    // `after` (null: at once). The mark is reached when the copy is complete.
     Mark store(const at::Tensor& device, const at::Tensor& host, const Mark& after);
 
     // From the engine thread: the mark of the last copy out of this host buffer, or null.

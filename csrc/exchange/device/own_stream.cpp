@@ -32,7 +32,8 @@ std::optional<c10::Stream> create_in_driver(c10::Device device) {
     static const CreateStream create = find_in_driver();
     if (create == nullptr) return std::nullopt;
     const c10::DeviceGuard guard(device);
-    // The driver needs the device's context to be current on this thread; an event makes it so.
+    // The driver needs the device's context to be current on this thread; recording an event makes
+    // the context current.
     c10::Event event(device.type());
     event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
     // The new stream and the default stream do not wait for each other.

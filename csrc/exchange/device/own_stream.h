@@ -2,8 +2,9 @@
 //
 // torch's own streams come from a pool of 32 a device, which are handed out in turn: one of them
 // may be FSDP's, and copies on it would wait behind FSDP's collectives. On CUDA the driver makes an
-// OwnStream; on other devices torch does. No stream is ever destroyed, since the caching allocator
-// may still have to ask the stream about memory: the next owner gets the stream.
+// OwnStream. On other devices, or if the driver fails, torch does. No stream is ever destroyed,
+// since the caching allocator may still have to ask the stream about memory: the next owner gets
+// the stream.
 #pragma once
 
 #include <c10/core/Device.h>

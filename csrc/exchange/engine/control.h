@@ -8,8 +8,8 @@
 
 namespace diloco {
 
-// Headers, votes and plain bytes share the first lane's connections with the payloads: fewer
-// threads to wake, and acknowledgements that ride on the next message.
+// Headers, votes, exchanged objects and broadcast tensors share the first lane's connections with
+// the payloads: fewer threads to wake, and TCP acknowledgements that ride on the next message.
 constexpr int kControl = 0;
 
 inline double seconds_since(Clock::time_point begin) {

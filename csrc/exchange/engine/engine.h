@@ -25,7 +25,7 @@ namespace diloco {
 
 struct EngineOptions {
     std::chrono::milliseconds timeout{1800000};
-    // Called by a waiting caller a few times a second; an exception from it ends the wait.
+    // Called ten times a second by a caller that waits; an exception from it ends the wait.
     std::function<void()> check_signals{};
 };
 

@@ -38,11 +38,11 @@ void Engine::encode_all(const JobPtr& job) {
     // and a sending thread would take this thread's core. A device encodes by itself.
     const bool is_urgent = !is_staged && !job->is_overlapped && !job->is_held;
     const bool sends_early = is_staged || is_urgent;
-    // The first batch is small, so that the peers hear of this job and the link has work; later
-    // batches are large enough for every intra-op thread. A device encodes whole chunks, since a
-    // chunk is sent only when all of it is in host memory. A batch keeps the device busy for longer
-    // than the host needs for the launch. It is smaller if outer parameters come from host memory,
-    // because the ChunkLoader holds only two batches of them on the device.
+    // If the caller waits, the first batch is small, so that the peers hear of this job and the
+    // link has work. Other batches are large enough for every intra-op thread. A device encodes
+    // whole chunks, since a chunk is sent only when all of it is in host memory. A batch keeps the
+    // device busy for longer than the host needs for the launch. It is smaller if outer parameters
+    // come from host memory, because the ChunkLoader holds only two batches of them on the device.
     constexpr int64_t kFirstElements = int64_t{1} << 18;
     constexpr int64_t kElementsPerThread = int64_t{1} << 20;
     constexpr int64_t kDeviceElements = int64_t{32} << 20;

@@ -1,12 +1,13 @@
 // A job is one exchange that the engine thread carries out: its inputs, progress and outcome.
 //
 // The engine sends from host memory and receives into it. If the fragment is on a device, the job
-// is "staged": the device encodes, and copies of the payload, of the result and of the count of
-// bad (not finite) elements move between device and host. With a loader, so do outer parameters.
+// is "staged": the device encodes, and copies of the payload, of the result and of the count of bad
+// elements (NaN, Inf or out of the wire's range) move between device and host. With a loader, so do
+// outer parameters.
 //
-// The calling thread makes a job and encodes into its payload, chunk by chunk; the engine thread
-// ships what is encoded. The job's tensors are detached aliases, which have no Python object: the
-// engine thread drops the last reference without the GIL.
+// The calling thread makes a job and encodes into its payload, batch by batch; the engine thread
+// sends the runs that are encoded. The job's tensors are detached aliases, which have no Python
+// object: the engine thread drops the last reference without the GIL.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,7 +33,7 @@
 
 namespace diloco {
 
-// Where the runs of a fragment lie in its payload; see wire.py.
+// Where the runs of a fragment lie in its payload; see Layout in diloco_comm/ops/wire.py.
 struct Layout {
     int64_t num_elements = 0;
     int64_t num_runs = 1;
@@ -164,7 +165,7 @@ struct Job {
     // The running job waits for this replica's header; -1: for payloads and votes.
     std::optional<int64_t> awaited;
     std::vector<Header> headers;  // of all ranks, in rank order; empty until all are here
-    std::vector<double> weights;  // of all ranks, divided by their sum; empty until then
+    std::vector<double> weights;  // of all ranks, over their sum; empty until the headers match
 
     // Outcome, constant once is_done.
     std::optional<Failure> failure;
@@ -176,8 +177,8 @@ struct Job {
     int64_t received_bytes = 0;
     int64_t caller_faults = 0;
     int64_t engine_faults = 0;
-    codec::DigestSums digest;  // of the payloads that are added up; complete before the vote
-    at::Tensor encode_bad;     // int64[1]: elements of the own payload that were not finite
+    codec::DigestSums digest;  // of all payloads, or of the encoded mean; complete before the vote
+    at::Tensor encode_bad;     // int64[1]: bad elements of the own payload
     at::Tensor reduce_bad;     // int64[1]: the same of the runs that this rank averaged
 
     bool has_payload() const { return plan != nullptr; }

@@ -2,7 +2,7 @@
 //
 // Every rank computes the same list, so all ranks post the messages of a group in the same order,
 // whichever message arrives first. The engine thread carries out the steps for host memory, and
-// streams.py for NCCL on devices.
+// diloco_comm/exchange/nccl/streams.py for NCCL on devices.
 #pragma once
 
 #include <cstdint>

@@ -295,12 +295,12 @@ void Session::vote(Job& job) {
     const uint64_t sequence = job.header.sequence;
     // A single replica has no chunk to wait for; its bad elements are known when all are encoded.
     wait_for_encoded(job, job.plan->layout.num_runs - 1);
-    // Past the deadline the other ranks have given up, and may go on without this one.
+    // Past this rank's deadline the other ranks may have given up, and gone on without this rank.
     if (num_peers() > 0 && Clock::now() >= deadline_) {
         throw std::runtime_error("it was too late to vote");
     }
-    // seal() has aborted this session: the replica has told its group for which rounds it voted,
-    // and must not vote again.
+    // seal() or close() has aborted this session. After seal() the replica tells its group for
+    // which rounds it voted, so it must not vote again.
     if (transport_.is_aborted()) throw Aborted();
     vote_out_ = Vote();
     vote_out_.sequence = sequence;

@@ -2,7 +2,7 @@
 //
 // A job sends a header, then the chunks of its payload, then a vote. All headers have arrived and
 // match before a chunk is posted; the result counts only when every rank's vote has arrived. All
-// calls are on the engine thread, except abort() and emulate_link().
+// calls are on the engine thread, except the constructor, abort() and emulate_link().
 #pragma once
 
 #include <memory>

@@ -17,7 +17,7 @@ using std::chrono::milliseconds;
 namespace {
 
 // The most bodies of one connection that the link has not sent yet; further requests of that
-// connection wait.
+// connection wait, except kStatus.
 constexpr size_t kMostBodies = 2;
 // From this number of waiting requests on, requests of ended connections are removed.
 constexpr size_t kMostWaiting = 1024;
@@ -201,7 +201,7 @@ void StateSource::run() {
             const bool is_copy = kind == Kind::kElements || kind == Kind::kPayloads;
             if (is_copy) served_bytes_ += result.body.nbytes();
         } catch (const std::exception&) {
-            // There is no memory: send an answer with an empty head.
+            // An unexpected error, such as a lack of memory: send an answer with an empty head.
             head.clear();
             body = {};
         }
@@ -337,7 +337,8 @@ StateSource::Result StateSource::state(const Wanted& wanted, Part& part) {
     }
     at::Tensor values;
     if (num_writes % 2 == 0) values = copy(part, written, begin, end);
-    // fetch_add(0) and no load: a write, so that no read of the values moves behind it.
+    // fetch_add(0) instead of load(): a write, so that no read of the values is moved after this
+    // check.
     if (num_writes % 2 != 0 || part.num_writes.fetch_add(0) != num_writes) {
         result.found.kind = static_cast<uint32_t>(Kind::kLater);
         return result;

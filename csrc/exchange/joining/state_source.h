@@ -89,7 +89,7 @@ class StateSource {
 
     // The number of bytes of state and payloads that were given to the link.
     int64_t served_bytes() const { return served_bytes_; }
-    // Ends the thread; all open requests get an empty answer.
+    // Ends the thread; requests that still wait get an empty answer.
     void close();
 
   private:

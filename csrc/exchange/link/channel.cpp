@@ -266,7 +266,7 @@ void Channel::on_offer(const Frame& frame) {
 }
 
 // Fails a message because its size differs from the peer's, and tells the peer: with a ticket the
-// peer's receive of that ticket fails, without one its send of this tag.
+// peer's receive of that ticket fails, without a ticket the peer's send of this tag.
 void Channel::refuse(const MessagePtr& message, uint32_t ticket, uint64_t theirs) {
     put(FrameKind::kRefuse, message->number, message->tag, ticket, 0, message->num_bytes);
     finish(message, sizes_differ(*message, theirs));

@@ -29,8 +29,8 @@ constexpr size_t kMostEarly = 1024;
 // that claims the same nonce with another key is another peer.
 using PeerId = std::pair<Nonce, PublicKey>;
 
-// The time at which a connection of a lane has ended. Only channels that are older and use the lane
-// can have lost messages by it.
+// The time at which a connection of a lane has ended. Only channels that began before this time
+// (Channel::since) and use the lane can have lost messages.
 struct End {
     int lane = 0;
     Clock::time_point when{};
@@ -72,7 +72,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
     std::set<int> closed{};     // numbers of the groups that this process has closed
     std::set<uint64_t> told{};  // ids of connections on which this process has sent kJoin
 
-    // Whether messages of this channel may be lost because these connections have ended.
+    // Whether messages of this channel may be lost because the connections of `ends` have ended.
     bool has_lost(const std::vector<End>& ends) const;
     // Whether the peer has begun to send or receive messages in this channel.
     bool has_messages() const { return !early_.empty() || !grants_.empty(); }

@@ -334,8 +334,9 @@ bool Link::connect_lane(Lock& lock, Call& call, size_t rank, int lane, bool is_a
     return is_alive && channel.joined.count(lane) > 0;
 }
 
-// Whether a byte has come over a connection since the call began. A connection without one is
-// closed after a while, and the lane is dialled anew: a router may have forgotten the connection.
+// Whether a byte has come over a connection since the call began. A connection over which no byte
+// has come is closed after a while, and the lane is dialled anew: a router may have forgotten the
+// connection.
 bool Link::has_answered(Lock& lock, const Call& call, const ConnectionPtr& connection) {
     if (connection->heard_at >= call.begin) return true;
     ping(connection);

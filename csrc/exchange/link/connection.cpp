@@ -36,7 +36,7 @@ Moved moved_by(const TlsSession& session, TlsSession::Outcome outcome, size_t nu
             moved.is_over = true;
             moved.trouble = session.trouble();
             // An empty `trouble` means that the peer has closed. A killed process sends no closing
-            // alert, so the lack of one says no more than that.
+            // alert, so a missing alert, too, says only that the peer has closed.
             if (moved.trouble == kPeerHasClosed || moved.trouble == kPeerHasVanished) {
                 moved.trouble.clear();
             }

@@ -66,17 +66,19 @@ enum class FrameKind : uint8_t {
     kGrant,     // a receive of `total` bytes is posted; its data must name this ticket
     kEager,     // a complete message of at most kEagerBytes
     kData,      // a fragment of the message for the receive with this ticket
-    kCredit,    // `total` eager messages have left the sender's store: as many more may be sent
+    kCredit,    // `total` eager messages have left the store of the frame's sender, or were never
+                // stored: the receiver of this frame may send as many more
     kOffer,     // a send of `total` bytes has been waiting for its grant
     kRefuse,    // sizes of send and receive differ; `total` is the size on the frame's sender. With
-                // a ticket that receive fails, without one the send of this tag
+                // a ticket the receive of that ticket fails, without a ticket the send of this tag
     kEnd,       // the sender has closed this group
     kPing,      // asks for a kPong
     kPong,      // the answer to a kPing, on the same connection
     kRequest,   // a request to the service whose name has the hash `token`
     kAnswer,    // the head of the answer to the request `ticket`; its body has `total` bytes
     kCopy,      // a fragment of the answer's body
-    kBeat,      // tag: phase; ticket: number; offset: inner step; total: bytes of rounds received
+    kBeat,      // tag: phase; ticket: the beat's number; offset: inner step; total: bytes of rounds
+                // received
     kTell,      // a message to the service whose name has the hash `token`
 };
 

@@ -226,7 +226,7 @@ Link::PeerPtr Link::reached_peer(const link::PeerId& id, const std::string& addr
 }
 
 // Looks up a target without holding the mutex, since a name server may be slow. An unknown host is
-// looked up again only after a pause, which is ten times as long as the look-up.
+// looked up again only after a pause: ten times as long as the look-up, and at least a second.
 std::vector<Address> Link::known_addresses(const link::PeerId& id,
                                            const std::pair<std::string, std::string>& target) {
     constexpr milliseconds kLeastPause{1000};

@@ -57,7 +57,9 @@ class Responder {
     virtual bool take(Request request) = 0;
 };
 
-// The answer to a request of this process. The head is empty if the connection has ended before.
+// The answer to a request of this process. The head is empty if the peer does not serve the
+// request, if the connection ended before the whole answer had arrived, or if the body is longer
+// than accepted.
 struct Reply {
     uint32_t ticket = 0;
     std::vector<uint8_t> head{};

@@ -21,7 +21,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-// The most connections of processes that no group of this process has yet.
+// The most connections of processes that are in no group and no reach() list of this process.
 constexpr size_t kMostIdle = 256;
 constexpr int kMostAcceptsAPass = 64;
 constexpr milliseconds kAcceptPause{100};
@@ -177,7 +177,7 @@ void Link::adopt(Descriptor fd) {
     wake();
 }
 
-// Stops accepting for a moment, when there is no descriptor. New connections stay in the kernel's
+// Stops accepting for a moment, when no descriptor is left. New connections stay in the kernel's
 // queue meanwhile.
 void Link::pause_accepting() {
     epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, listener_.get(), nullptr);

@@ -167,8 +167,8 @@ void Link::beat(Lock& lock, Clock::time_point now) {
     for (const PeerPtr& peer : unwanted) stop_dial(lock, peer->lanes[0]);
 }
 
-// Dials a peer that has lost its connections again, at the address where it was: if its process has
-// ended, its host refuses the connection.
+// Redials a peer without a connection at the address where it was: if the peer's process has ended,
+// its host refuses the connection.
 void Link::redial(const PeerPtr& peer) {
     auto dial = std::make_shared<link::Dial>();
     dial->peer = peer;
@@ -195,8 +195,8 @@ bool Link::tell(const std::string& nonce, const std::string& service,
     const link::Nonce wanted = link::nonce_of(nonce);
     Lock lock(mutex_);
     PeerPtr peer;
-    // On a link with keys, another process may claim the same nonce: prefer the peer that this
-    // process wants.
+    // On a link with keys, another process may claim the same nonce: prefer the peer that is in a
+    // group or a reach() list of this process.
     for (auto it = peers_.lower_bound({wanted, {}}); it != peers_.end(); ++it) {
         if (it->first.first != wanted) break;
         if (!peer || is_wanted(*it->second)) peer = it->second;

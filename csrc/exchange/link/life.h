@@ -70,7 +70,8 @@ struct PeerLife {
 
 class Life {
   public:
-    // Any bytes, a beat, or bytes of a round have come from the peer.
+    // hear(): bytes of any kind have come from the peer. hear_beat(): a beat. hear_round(): bytes
+    // of a round.
     void hear(Clock::duration at);
     void hear_beat(const Frame& beat, Clock::duration at);
     void hear_round(uint64_t num_bytes, Clock::duration at);
@@ -82,8 +83,8 @@ class Life {
     void accept(const Address& address);
     // A host has accepted the TCP connection, but has not yet shown that it is the peer.
     void take(const Address& address);
-    // The address refuses connections. If the peer has accepted there before, two refusals and a
-    // second of silence mean that the peer has ended.
+    // The address refuses connections. If the peer has accepted there before, two refusals at least
+    // 0.3 s apart and a second of silence mean that the peer has ended.
     void refuse(const Address& address, Clock::time_point now);
     // Another process answers at the address, which counts as two refusals.
     void replace(const Address& address, Clock::time_point now);

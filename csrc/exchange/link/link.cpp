@@ -560,7 +560,7 @@ void Link::on_frame(Lock& lock, const ConnectionPtr& connection, const Frame& fr
 }
 
 // The channel of a frame, or null. If the peer has called connect() before this process, a channel
-// is made here, which keeps the peer's frames until then.
+// is made here, which keeps the peer's frames until this process calls connect().
 Link::ChannelPtr Link::channel_of(Peer& peer, const Frame& frame) {
     const auto it = peer.channels.find(frame.token);
     if (it != peer.channels.end()) return it->second;

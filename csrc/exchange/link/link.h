@@ -1,11 +1,12 @@
 // One TCP port for all messages of a process: the link to the other members of an exchange.
 //
-// A link has one listening socket, one thread, and for each lane to a peer one or two connections.
-// A connection belongs to the peer's process, known by its random nonce, and not to a group, so a
-// change of the group opens connections to newcomers only. If both processes have an address, each
-// dials the other, and sends over the connection that it dialled; a process that cannot dial sends
-// over the connection that its peer dialled. Two processes that cannot be dialled both dial a
-// relay, which copies bytes. A process with a proxy dials peers and relays through the proxy.
+// A link has at most one listening socket, one thread (with a key a second one, for handshakes),
+// and for each lane to a peer one or two connections. A connection belongs to the peer's process,
+// known by its random nonce, and not to a group, so a change of the group opens connections to
+// newcomers only. If both processes have an address, each dials the other, and sends over the
+// connection that it dialled; a process that cannot dial sends over the connection that its peer
+// dialled. Two processes that cannot be dialled both dial a relay, which copies bytes. A process
+// with a proxy dials peers and relays through the proxy.
 //
 // A link with a key speaks TLS only: before the greeting each process proves that it holds an
 // allowed key, and a peer is known by its nonce and its key.
@@ -160,7 +161,8 @@ class Link : public std::enable_shared_from_this<Link> {
     // without a connection. If the answer's body has more than `most_bytes`, the reply is empty.
     uint32_t request(const link::Place& peer, const std::string& service,
                      const std::vector<uint8_t>& bytes, uint64_t most_bytes);
-    // Waits until a reply to a request of this service is there, then returns all such replies.
+    // Waits, at most for `timeout`, until a reply to a request of this service is there, and
+    // returns all such replies.
     std::vector<link::Reply> replies(const std::string& service, std::chrono::milliseconds timeout);
     // The number of bytes that have arrived so far of the bodies of these requests' answers.
     uint64_t arrived(const std::vector<uint32_t>& tickets) const;
@@ -178,9 +180,10 @@ class Link : public std::enable_shared_from_this<Link> {
     // connection keep their order, and are lost with the connection.
     bool tell(const std::string& nonce, const std::string& service,
               const std::vector<uint8_t>& bytes);
-    // Waits until a message to this service is there, then returns all such messages: the nonce of
-    // the sender and the bytes. Messages that arrive before the first call are lost. At most 1 MiB
-    // of messages of one sender wait here; then the oldest are lost.
+    // Waits, at most for `timeout`, until a message to this service is there, and returns all such
+    // messages: the nonce of the sender and the bytes. Messages that arrive before the first call
+    // are lost. At most 1 MiB of messages of one sender wait here (64 KiB if the sender is in no
+    // group and no list of reach()); then the oldest are lost.
     std::vector<std::pair<std::string, std::vector<uint8_t>>> told(
         const std::string& service, std::chrono::milliseconds timeout);
 
@@ -362,7 +365,7 @@ class Link : public std::enable_shared_from_this<Link> {
     Descriptor epoll_, wakeup_, listener_;
 
     std::mutex call_mutex_;   // connect() runs once at a time
-    std::mutex close_mutex_;  // and close()
+    std::mutex close_mutex_;  // close() runs once at a time
     mutable std::mutex mutex_;
     std::condition_variable changed_;  // wakes connect()
     uint64_t num_changes_ = 0;         // calls of announce()

@@ -167,8 +167,8 @@ OSSL_LIB_CTX* own_context() {
 uint64_t num_forks() { return forks.load(std::memory_order_relaxed); }
 
 // All accesses to cleans_up and num_uses are sequentially consistent: a thread raises num_uses
-// before it reads cleans_up, and wait_for_uses() sets cleans_up before it reads num_uses. So no
-// thread goes on unseen.
+// before it reads cleans_up, and wait_for_uses() sets cleans_up before it reads num_uses. So the
+// thread sees that OpenSSL cleans up, or wait_for_uses() sees the thread.
 bool is_over() { return cleans_up.load(); }
 
 Use::Use() { num_uses.fetch_add(1); }

@@ -51,7 +51,7 @@ bool is_plain(const std::string& text) {
            std::all_of(text.begin(), text.end(), [](char c) { return c > ' ' && c < 0x7f; });
 }
 
-// Where the head of an HTTP answer ends, behind its empty line; 0 if that line has not come.
+// Where the head of an HTTP answer ends, after its empty line; 0 if that line has not come.
 size_t end_of_head(const std::string& text) {
     size_t end = 0;
     for (size_t at = 0; (end = text.find('\n', at)) != std::string::npos; at = end + 1) {

@@ -41,11 +41,11 @@ class ProxyRequest {
     // Call when the proxy has closed the connection.
     void end();
 
-    // From now on the bytes travel to the target and back.
+    // Whether the proxy has made the connection: from then on bytes travel to the target and back.
     bool is_granted() const { return step_ == Step::kGranted; }
     // Why the request has failed, in one sentence; empty while it has not.
     const std::string& trouble() const { return trouble_; }
-    // Whether another attempt would fail in the same way, even if the target changes.
+    // Whether another attempt would fail in the same way.
     bool is_final() const { return is_final_; }
     // Whether the proxy has refused the user or the password, so that every request would fail.
     bool is_about_user() const { return is_about_user_; }

@@ -26,11 +26,13 @@ struct Address {
 // All addresses of a host; empty if the host is unknown. `flags` are AI_ flags of getaddrinfo().
 std::vector<Address> look_up(const std::string& host, const std::string& port, int flags);
 
-// The addresses at which gloo would listen, best first: at `interface` (the first of a
-// comma-separated list), else at the address of the host's name, else at loopback. The ports are 0.
+// The addresses at which gloo would listen, best first. With an `interface` (the first of a
+// comma-separated list): its address only. Else: the addresses of the host's name, then loopback.
+// The ports are 0.
 std::vector<Address> own_addresses(const std::string& interface);
 
-// The first of own_addresses() at which this process can listen, without port and brackets.
+// The first of own_addresses() at which this process can listen, without port and brackets;
+// 127.0.0.1 if there is none. Throws if the interface has no address.
 std::string own_host(const std::string& interface);
 
 // "host:port", or "[host]:port" if the host contains colons, as IPv6 addresses do.
@@ -54,7 +56,8 @@ int listen_at(const Address& address);
 class Descriptor {
   public:
     Descriptor() = default;
-    // Calls `open`, which returns a descriptor or -1; no fork() comes between.
+    // Calls `open`, which returns a descriptor or -1. No fork() comes between `open` and the entry
+    // in the table of descriptors that a child closes.
     explicit Descriptor(const std::function<int()>& open);
     ~Descriptor() { reset(); }
     Descriptor(Descriptor&& other) noexcept { swap(other); }
@@ -66,7 +69,7 @@ class Descriptor {
     int get() const { return fd_; }
     explicit operator bool() const { return fd_ >= 0; }
 
-    // Closes it, unless this process is a forked child, which has closed it already.
+    // Closes the descriptor, unless this process is a forked child, which has closed it already.
     void reset();
 
   private:

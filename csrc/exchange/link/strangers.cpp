@@ -9,8 +9,8 @@
 namespace diloco::link {
 namespace {
 
-// The limit stays below this number, because children inherit it, and some programs close all
-// descriptors up to the limit when they start.
+// The limit is not raised above this number, because children inherit the limit, and some programs
+// close all descriptors up to it when they start.
 constexpr rlim_t kMostDescriptors = 1 << 20;
 constexpr size_t kReserve = 16;
 

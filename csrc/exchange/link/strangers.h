@@ -1,5 +1,5 @@
 // Strangers are accepted connections whose peers have not yet shown that they are allowed. They use
-// up file descriptors, so this file limits both.
+// up file descriptors, so this file limits their number, and keeps some descriptors in reserve.
 #pragma once
 
 #include <cerrno>

@@ -199,7 +199,8 @@ Identity::Identity(const Seed& seed, uint64_t rekey_bytes)
     const auto set = [&](int command, long value, const char* text = nullptr) {
         return ssl_.SSL_CTX_ctrl(context, command, value, const_cast<char*>(text));
     };
-    // Overwrite all settings that the system's OpenSSL configuration may have made.
+    // Make all settings that a configuration of OpenSSL could make, so that none is left to a
+    // default.
     check(set(kSetOldest, kTls13) == 1 && set(kSetNewest, kTls13) == 1);
     ssl_.SSL_CTX_set_security_level(context, 2);
     const char* const aes_first = "TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256";

@@ -16,7 +16,8 @@
 namespace diloco::store {
 
 using Clock = std::chrono::steady_clock;
-// The longest wait: a limit of hundreds of years would overflow the clock.
+// The longest wait, ten years: far below the 292 years at which a signed 64-bit count of
+// nanoseconds overflows.
 constexpr std::chrono::hours kForever{87600};
 inline Clock::time_point after(std::chrono::milliseconds time) {
     return Clock::now() + std::clamp<std::chrono::milliseconds>(time, {}, kForever);
@@ -37,7 +38,7 @@ struct Packet {
 // counts up. If a request comes again with the number of the last one, the host does nothing and
 // gives the same answer.
 enum class Request : uint8_t {
-    kHello,       // both sides begin with it; parts: kProtocol, random name of the client
+    kHello,       // the first request; parts: kProtocol, random name of the client
     kSet,         // parts: key, value
     kCompareSet,  // parts: key, expected, desired
     kGet,         // parts: keys; number: milliseconds to wait until all keys are set

@@ -45,8 +45,8 @@ constexpr milliseconds kRefused{1000};
 constexpr milliseconds kShortestPart{10}, kLongestPart{250};
 // If a post cannot be written within this time, it is given up, and the connection closed.
 constexpr milliseconds kPosted{1000};
-// If no byte of an answer comes for a time between these two, the request is repeated over a new
-// connection.
+// If no byte of an answer comes for a time between these two, the request, unless it is a swap, is
+// repeated over a new connection.
 constexpr milliseconds kLeastSilence{1000}, kMostSilence{20000};
 
 // The host has refused this client, or speaks another protocol: another attempt would fail, too.

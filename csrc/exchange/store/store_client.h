@@ -3,7 +3,7 @@
 // With keys, both sides prove their ed25519 keys as the two ends of a link do, and each side
 // decides by the key of the other. If the connection is lost, because a router has forgotten it or
 // the host was started again, a call dials anew and repeats its request within its time limit. The
-// host recognises a repeated request, and does not change values twice.
+// host recognises a repeated request, and does not change values twice. A swap is not repeated.
 #pragma once
 
 #include <unistd.h>
@@ -36,7 +36,7 @@ class StoreClient : public store::Values {
         std::set<link::PublicKey> allowed{};  // keys that the host may have, beside the own key
         std::optional<link::Proxy> proxy{};   // dials the host, if there is one
     };
-    // The properties that the host has told in its answer to kHello.
+    // The facts in the host's answer to kHello, and whether the last dial was refused.
     struct Facts {
         std::string table_id{}, process{};
         bool is_durable = false;   // swaps are written to a journal
@@ -101,8 +101,8 @@ class StoreClient : public store::Values {
     struct Wire {
         Place place;
         const pid_t owner = getpid();
-        // One caller at a time may use these; it has taken the turn by take_turn(). That is no
-        // std::timed_mutex, because ThreadSanitizer does not understand it.
+        // One caller at a time may use these members, after take_turn(). The turn is no
+        // std::timed_mutex, because ThreadSanitizer does not understand one.
         std::unique_ptr<store::Channel> channel{};  // null: the next call dials
         std::optional<Address> address{};           // the host's address in the last connection
         std::string name = store::random_name();

@@ -220,7 +220,8 @@ StoreHost::Server::Server(Options options)
       wake_([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); }),
       identity_(std::move(options.identity)) {
     allowed_.replace(std::move(options.allowed));
-    // A connection may be gone before accept4() takes it, which then must not wait for another one.
+    // Non-blocking: a connection may be gone before accept4() takes it, and accept4() must not wait
+    // for the next one.
     fcntl(listener_.get(), F_SETFL, fcntl(listener_.get(), F_GETFL) | O_NONBLOCK);
     const auto add = [this](int fd, uint64_t id) {
         epoll_event event{};

@@ -115,7 +115,7 @@ class Records {
     // The journal's thread: waits for the next batch of changes; empty if the time has passed.
     std::vector<Change> take(std::chrono::milliseconds time);
     // The journal's thread: ends the batch. `sentence` is empty if the journal holds it, else the
-    // error. `is_doubtful`: it is unknown whether the journal would have it after a crash.
+    // error. `is_doubtful`: it is unknown whether the journal would have the batch after a crash.
     void settle(const std::string& sentence, bool is_doubtful);
 
   private:

@@ -85,11 +85,11 @@ void visit_numbers(Visit&& visit) {
 struct Vote {
     uint64_t sequence = 0;
     int64_t num_bad = 0;       // elements of this rank's payload that were NaN, Inf or out of range
-    int64_t num_bad_mean = 0;  // elements out of range in the runs of the mean that it computed
+    int64_t num_bad_mean = 0;  // elements out of range in the mean's runs that this rank computed
 };
 static_assert(sizeof(Vote) == 24, "the vote is a wire format");
 
-// The bad elements (which no wire carries) of a round, from the votes.
+// The bad elements (NaN, Inf or out of the wire's range) of a round, from the votes.
 struct BadElements {
     std::string text;  // one sentence that names replicas and numbers; empty when there are none
     std::vector<int64_t> replicas;  // that have bad elements; all replicas, if the mean has some
@@ -98,7 +98,7 @@ struct BadElements {
 // Finds the bad elements that the votes report. `votes` and `replicas` are in rank order.
 BadElements find_bad_elements(const std::vector<Vote>& votes, const std::vector<int64_t>& replicas);
 
-// The sentence for a round in which only replicas with bad values have a weight.
+// The sentence for a round in which all weights are 0, because each reset replica has weight 0.
 std::string nothing_to_average(const std::vector<int64_t>& reset_replicas);
 
 // The first difference that forbids this exchange, as one sentence that names replicas and values;

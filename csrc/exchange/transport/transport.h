@@ -3,7 +3,8 @@
 //
 // A lane is two process groups, and so two connections to every peer, one for each direction:
 // gloo's thread cannot read from a connection while another thread writes to it, and burns its time
-// polling. Every message has its own tag, so the order in which messages arrive does not matter.
+// polling. Every message in flight between two ranks has its own tag, so the order in which
+// messages arrive does not matter.
 #pragma once
 
 #include <ATen/core/Tensor.h>
