@@ -122,7 +122,8 @@ void register_engine(py::module_& m) {
     py::class_<OwnStream>(m, "OwnStream")
         .def(py::init<c10::Device>(), py::arg("device"))
         .def_property_readonly("stream", &OwnStream::get,
-                               "Given to somebody else when this object is gone.");
+                               "This object alone uses the stream; when the object is gone, "
+                               "another one gets the stream.");
     using release = py::call_guard<WithoutGil>;
     py::class_<ChunkLoader, std::shared_ptr<ChunkLoader>>(m, "ChunkLoader")
         .def(py::init<c10::Device>(), py::arg("device"))

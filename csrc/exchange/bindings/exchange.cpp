@@ -301,7 +301,8 @@ void register_link(py::module_& m) {
         .def("request", &send_request, py::arg("peer"), py::arg("service"), py::arg("request"),
              py::arg("most_bytes"), "The number of the request; 0 without a connection.")
         .def("replies", &replies, py::arg("service"), py::arg("limit_s"),
-             "(number, head, body) of the answers that have come; no head: the connection ended.")
+             "(number, head, body) of the answers that have come; an empty head: no whole answer "
+             "came.")
         .def("arrived", &Link::arrived, py::arg("tickets"), release(),
              "Bytes that have come so far of the bodies of open requests.")
         .def("forget", &Link::forget, py::arg("tickets"), release())

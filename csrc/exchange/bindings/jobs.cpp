@@ -190,10 +190,12 @@ void register_jobs(py::module_& m) {
         .def_property_readonly("blobs", outcome(&Job::blobs))
         .def_property_readonly("seconds", outcome(&Job::seconds))
         .def_property_readonly("encode_seconds", guarded(&Job::encode_seconds))
-        .def_property_readonly("num_bad_encoded", &num_bad_encoded,
-                               "Own elements that no wire carries; None: not on the host yet.")
+        .def_property_readonly(
+            "num_bad_encoded", &num_bad_encoded,
+            "Own elements that this wire cannot carry; None: not on the host yet.")
         .def_property_readonly("digest", &digest_of,
-                               "Of the payloads that are added up; 0 while they are not all here.")
+                               "Of the payloads, or of their encoded mean if that travels; 0 while "
+                               "they are not all here.")
         .def_property_readonly("counters", &counters);
 }
 
