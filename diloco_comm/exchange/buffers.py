@@ -32,8 +32,9 @@ _STREAM_CHUNK = 16 << 20
 class ExchangeBuffers:
     """Buffers of one fragment: ``plan`` makes them for a group, whose rounds reuse them.
 
-    A round's payloads are free once the round is applied or rejected. After this replica's vote
-    they stay unchanged until the other votes, or ``settle``, end the round.
+    A round's payloads are free once the round is applied or rejected; with ``carries``, the own
+    payload of a rejected round only after ``release``. After this replica's vote payloads stay
+    unchanged until the other votes, or ``settle``, end the round.
 
     Attributes:
         device: The fragment's device. For a GPU, the engine's own buffers are in page-locked host
@@ -158,8 +159,8 @@ class ExchangeBuffers:
         """Return a new round, with buffers that no earlier round still needs.
 
         Raises:
-            RuntimeError: If error feedback is on and the round before has not ended: its residual
-                is not known.
+            RuntimeError: If error feedback is on without ``carries``, and an earlier round has not
+                ended: its residual is not known.
         """
         self._sweep()
         is_unsure = self.error_feedback and not self.residuals.carries

@@ -49,7 +49,7 @@ _NEXT: Mapping[RoundState, Sequence[RoundState]] = {
 _POLL_S = 2e-5
 _LONG_S = 3600.0  # C++ clocks cannot take an infinite time
 # Seconds until the first look at the replicas for which a job waits. The next look follows after a
-# tenth of the wait so far.
+# tenth of the wait so far, but at most a second.
 _LOOK_S = 0.01
 # ``Job.waiting`` says this while the engine waits for a replica's header.
 TO_BEGIN = re.compile(r"replica (\d+) to begin ")
@@ -152,8 +152,10 @@ class Mean:
             all votes have come and are yes: then the round counts.
         seconds: Seconds of each stage: encode, header, exchange (waiting for messages), reduce,
             vote, wait (in ``wait()``) and total (on the engine thread). An exchange on streams has
-            only total, and exposed: the time for which the caller's stream stood still.
-        sent_bytes, received_bytes: All bytes that this rank has sent to and received from peers.
+            encode (always 0), wait, total and exposed: the time for which the caller's stream
+            stood still.
+        sent_bytes, received_bytes: All bytes that this rank has sent to and received from peers;
+            of an exchange on streams, bytes of payloads only.
         counters: Minor page faults of the calling thread and of the engine's thread.
         digest: Digest of the payloads, the same on all replicas; 0 where none is needed.
     """
@@ -332,8 +334,8 @@ class Round:
         error: Why there is no result; set in a round that is voted, rejected or failed.
         blame: Returns an error with the replicas that are missing; None if nothing does.
         waits_since: Monotonic time since when the caller waits for the job; 0 while it does not.
-        awaited_s: By replica number, the seconds that the caller has waited until it began the
-            round.
+        awaited_s: By replica number, the seconds that the caller has waited until that replica
+            began the round.
     """
 
     header: Header
@@ -411,7 +413,7 @@ class Round:
         if self.job is not None:
             return self.job.num_bad_encoded
         assert self.own.ballot is not None
-        # Without an event the encoding has ended: the round could not be sent after it.
+        # Without an event the encoding has ended, and sending the round has failed after that.
         is_known = self.encoded is None or self.encoded.query()
         return int(self.own.ballot.host_bad) if is_known else None
 
@@ -595,7 +597,7 @@ def wait_for_job(
 
     Args:
         awaited_s: For each replica, by number, the seconds until it began the round are added
-            here, at most a tenth too few.
+            here. The last interval between two looks is missing: a tenth of the wait, or 0.01 s.
     """
     begin = last = time.monotonic()
     deadline, log = begin + seconds, None
@@ -615,7 +617,7 @@ def wait_for_job(
 def shares(weights: Sequence[float]) -> list[float]:
     """Return each weight divided by their sum, rounded to fp32 as the C++ engine rounds it.
 
-    So a coefficient that is computed here equals the engine's to the bit, and the two cancel.
+    So a coefficient that is computed here equals the engine's to the bit.
     """
     total = sum(weights)
     return array("f", (weight / total for weight in weights)).tolist()

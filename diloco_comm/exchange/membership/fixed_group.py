@@ -55,11 +55,13 @@ _LINGER_S = 1.0
 _LONGEST_LOOK_S = 2.0
 # Seconds for which the connection to the store is broken before that is logged.
 _LOST_S = 1.0
-# Seconds more to wait for other members that also fail to connect, and may know why.
+# Most seconds beyond ``report_patience`` to wait for other members that also fail to connect, and
+# may know why.
 _CONNECT_S = 12.0
 # Cut pairs are reported once they have stayed the same for so many seconds: members may find more.
 _CUTS_S = 2.0
-# In the first seconds, a silent process is not called missing: it may have come just now.
+# For so many seconds after a failure to connect, only dead processes are called missing: a
+# suspected one may have come just now.
 _BEATS_S = 1.0
 # Advice in the error of a replica that was left behind.
 WAY_BACK = 'may come back as a newcomer: close this DiLoCo, then make a new one with init="join"'
@@ -149,7 +151,7 @@ class FixedDriver(group.Driver):
                 self._step(st.Broke(state.number, cut))
 
     def _break_off_silent_round(self) -> None:
-        """Let rounds under way fail if a member has ended, or is not heard any more."""
+        """Let rounds under way fail if a member has ended, or is not heard or reached any more."""
         self._tell_of_lost_store()
         if not self._is_busy():
             self._busy_since = 0.0
@@ -161,8 +163,8 @@ class FixedDriver(group.Driver):
         cut = [key for key in self.signs.unreachable(self._base()) if key.nonce not in lost]
         is_inside = self.state.stage in (Stage.TRAINING, Stage.SEALING)
         if (lost or cut) and is_inside and now - self._busy_since > 2 * self._period_s:
-            # A member that is only cut off still beats in the table; one that stands still does
-            # not.
+            # A member that is only cut off from this process still beats in the table; a hanging
+            # member does not.
             away = {key.nonce for key in cut if self.signs.beats(key)}
             quiet = lost - life.dead | {key.nonce for key in cut} - away
             silent = [key.number for key in self._base() if key.nonce in quiet]
@@ -266,7 +268,8 @@ class FixedGroup(Follower):
         self._cuts: list[tuple[int, int]] = []
         self._cuts_since, self._refusal = 0.0, ""
         self._attendance = Attendance(())
-        # For each other process with this replica's number: the counter of its first beat here.
+        # For each other process with this replica's number: the counter in the first of its beats
+        # that this process has read.
         self._first_counters: dict[bytes, int] = {}
         # The peers of this worker in the present record: process, and nonce of its link.
         self._peers: tuple[tuple[Key, str], ...] = ()
@@ -275,7 +278,7 @@ class FixedGroup(Follower):
 
     @property
     def driver(self) -> FixedDriver | None:
-        """The driver of the agreement; None at workers other than 0, and before the first group."""
+        """The driver of the agreement; None at workers but 0, and before the first ``change``."""
         return self._driver
 
     # ------------------------------------------------------------------------------ changing

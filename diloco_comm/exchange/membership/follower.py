@@ -176,7 +176,7 @@ class Follower:
         workers: The workers of this replica; None if this one is alone.
         share: This object's share of the link of this process.
         name: The name of this object's messages on the link, equal on all replicas.
-        uses_store: Gloo groups, or devices, connect at a store.
+        uses_store: Gloo groups, and NCCL, connect at a store.
 
     Attributes:
         replica: This replica's number; -1 before it is known.
@@ -264,7 +264,7 @@ class Follower:
         finally:
             self._note(before)
             if driver is not None and driver.waits_since and phase != EXCHANGE:
-                # This replica has waited for nobody in the block.
+                # In the block this replica waited for nobody: count its wait from now on.
                 driver.waits_since = time.monotonic()
 
     def _note(self, phase: str) -> None:
@@ -536,7 +536,7 @@ class Follower:
         """Note that the decision of the last agreement is applied."""
         self._unsettled = None
 
-    # --------------------------------------------------- for groups whose membership changes so
+    # --------------------------------------------------------------------- hooks of subclasses
 
     def _awaited(self, waiting: str) -> str:
         """Return words for the log about this wait; "" to log nothing.

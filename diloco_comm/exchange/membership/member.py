@@ -219,7 +219,7 @@ class Member:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last exchange failed; a NonFiniteError is none, as the group goes on."""
+        """Whether the last exchange failed; not after a NonFiniteError, as the group goes on."""
         return not isinstance(self.last_error, NonFiniteError | None)
 
     @property
@@ -280,8 +280,8 @@ class Member:
 
         Args:
             blob: Any bytes.
-            is_end: This replica calls ``flush``; where others train on, they learn this from
-                ``ReplicaMismatch.ended``.
+            is_end: This replica calls ``flush``. If other replicas train on, this one is in the
+                ``ended`` of their ReplicaMismatch; see there.
         """
         if self.size == 1:
             self.engine.check_process()

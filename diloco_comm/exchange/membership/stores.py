@@ -59,7 +59,8 @@ class StoreTable:
         self._store, self._is_own = store, False
         self._run, self._posts_as = run, ""
         self._id = b""
-        # A connection that has broken never connects again, and torch logs each call.
+        # The error that ended the use of the store. A broken connection never connects again, and
+        # torch would log each further call.
         self._loss: TableAway | None = None
         # The last beat of each process, and when this beat was read first.
         self._read: dict[str, tuple[bytes, float]] = {}
@@ -250,7 +251,8 @@ def _swapped(store: dist.Store, key: str, old: bytes, new: bytes) -> bytes:
 
 # ----------------------------------------------------------------- names that replicas wait at
 
-# So many looks in a row, a second apart, must find that another replica has renewed its name.
+# An error is raised after so many looks, a second apart, that found a new beat of a replica waiting
+# for this one at another name.
 _RISES = 3
 _PERIOD_S = 1.0
 
@@ -323,7 +325,7 @@ def _key(member: int) -> str:
 # ------------------------------------------------------------------------- stores of groups
 
 _POLL_S = 0.001
-# For so many seconds of a group's first broadcast, a replica looks at the names of the others.
+# During the broadcast of the prefix, a rank looks at the others' names for so many seconds at most.
 _NAMES_S = 60.0
 
 

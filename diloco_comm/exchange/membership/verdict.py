@@ -16,7 +16,8 @@ from .own_link import OwnLink
 
 _POLL_S = 0.02
 _MANY = 1 << 62
-# A living peer that has closed a connection has so many seconds more to say in its beat why.
+# A living peer that has closed a connection has so many seconds beyond the patience to publish a
+# beat that says CHANGING.
 _CLOSED_S = 1.0
 _SEALED = "a change of the group has begun"
 
@@ -162,8 +163,8 @@ def judge(
             elif not life.silent_s < elapsed:
                 open_.append(key)
             elif key.number in error.missing and key not in has_failed:
-                # This living member has closed a connection: wait until its beat says that it has
-                # stopped, too.
+                # This living member has closed a connection: wait until its beat, too, says
+                # CHANGING.
                 closed.append(key)
         is_over = elapsed >= patience + (_CLOSED_S if closed and driver is not None else 0.0)
         if not (open_ or closed) or is_over or (elapsed >= patience and not closed):
@@ -221,7 +222,11 @@ def _pair(one: int, other: int) -> tuple[int, int]:
 
 
 def _that_have_failed(driver: Driver | None) -> set[Key]:
-    """Return the members whose beats say that they have stopped in this record."""
+    """Return the processes whose beats say CHANGING.
+
+    Their training threads were told to stop for good in their record, or have stopped, and wait for
+    the next record.
+    """
     beats = {} if driver is None else driver.beats or {}
     return {key for key, beat in beats.items() if beat.stage == CHANGING}
 
@@ -231,7 +236,7 @@ def _that_have_left(driver: Driver) -> set[Key]:
 
 
 def _told_cuts(driver: Driver | None, others: dict[Key, str]) -> set[tuple[int, int]]:
-    """Return the pairs of numbers that cannot reach each other, as members' places say."""
+    """Return the pairs of numbers that cannot reach each other, as members' fresh beats say."""
     if driver is None:
         return set()
     numbers = {key.nonce: key.number for key in others}
