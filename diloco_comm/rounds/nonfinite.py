@@ -221,8 +221,8 @@ class Resets:
 
         Raises:
             Exception: The error of ``on_reset``; all rounds are sent and all parameters written.
-            RuntimeError: If another worker of this replica is gone; all rounds are sent, and all
-                parameters but that worker's are written.
+            RuntimeError: If another worker of this replica is gone; all rounds are sent. The
+                parameters are written if all workers had agreed on a reset before.
         """
         self.has_taken_outer = False
         if not self.is_on:

@@ -576,7 +576,7 @@ class _Buffer:
 
 
 class SyncedBuffers(SyncedPart):
-    """Floating-point buffers, such as BatchNorm's statistics: averaged, exactly, in fp32."""
+    """Floating-point buffers, such as BatchNorm's statistics: averaged in fp32, unquantised."""
 
     def __init__(self, index: int, model: nn.Module) -> None:
         self._buffers = _floating_buffers(model)

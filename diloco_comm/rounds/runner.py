@@ -342,7 +342,8 @@ class RoundRunner(ABC):
     def all_workers(self, parts: Iterable[SyncedPart], *, is_idle: bool = False) -> Iterator[None]:
         """Run a block that writes local parameters of these parts, on all workers of the replica.
 
-        If one worker fails, all raise. ``exchange.last_error`` is the block's error, or None.
+        If one worker fails, all raise. ``exchange.last_error`` becomes a copy of the block's
+        SyncError; without an error None, unless ``is_idle``.
 
         Args:
             parts: The parts whose local parameters the block may write.

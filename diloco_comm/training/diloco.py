@@ -399,7 +399,7 @@ class DiLoCo:
                     # Encode and send what is due; wait for means that are due; outer step on each.
                     self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
                 is_done = True
-                # Before the callbacks, after which another call may look at everything anew.
+                # Before the callbacks: a call in one of them may set this to 0, which must last.
                 self._next_due = self._plan.next_due(self.inner_step, self._saved_writes)
         except BaseException as error:
             self._next_due = 0
