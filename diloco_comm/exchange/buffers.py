@@ -304,8 +304,8 @@ class ExchangeBuffers:
         """
         self._sweep()
         for round in self.rounds:
-            # Residuals were swapped when the round was agreed. Swap them now if it was not and is
-            # applied, and back if it was and is forgotten.
+            # Only an agreed round has swapped the residuals. Swap them now for a voted round that
+            # is applied, and back for an agreed round that is forgotten.
             if (round.state == "agreed") != (round in applied):
                 self.residuals.turn(round.header.round)
             if round in applied:

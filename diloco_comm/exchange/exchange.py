@@ -487,7 +487,8 @@ class Exchange(StreamMember):
             for repair in self._repairs:
                 last[repair.fragment] = max(last.get(repair.fragment, -1), repair.round)
             self._fragments = changing.fragments_of(self, last)
-            # A replica without fragments names one empty stream: () would say that it has no state.
+            # () would say that this replica has no outer state. Without fragments, report on one
+            # stream without rounds.
             positions = changing.positions_of(self, last) or (Rounds(0, 0, 0),)
             return positions, max(self.inner_step, 0), True
 
@@ -601,7 +602,8 @@ class Exchange(StreamMember):
 
         Args:
             agreed: The agreement with the decision.
-            fragments: For each stream of the decision, the index of its fragment.
+            fragments: For each stream (``group.streams``) of the decision, the index of its
+                fragment.
 
         Returns:
             The rounds that count and that this replica must still apply.

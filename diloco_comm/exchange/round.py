@@ -82,6 +82,8 @@ class Header:
     must be equal on all of them.
 
     Attributes:
+        gap: Divisor of the mean under ``CO2``, see ``CO2.gap_for``; the lowest replica's value
+            counts. ``END`` in the small messages of a ``flush``.
         history: Number for all rounds applied to the fragment, see ``rounds.history``; 0 where no
             outer state is involved.
         is_reset: The replica's values cannot be encoded, as some are not finite or too large. Its

@@ -207,7 +207,7 @@ def missed_in(member: Member, fragments: Sequence[int], decision: Positions) -> 
     """Return the rounds that count and that this replica has yet to apply.
 
     Args:
-        fragments: For each stream of the decision, the index of its fragment.
+        fragments: For each stream (``group.streams``) of the decision, the index of its fragment.
         decision: The rounds that count.
     """
     missed: list[Round] = []

@@ -94,7 +94,7 @@ class FixedDriver(group.Driver):
         # their number when the table has answered last.
         self._ran_s = self._answered_s = 0.0
         self._demanded_at = time.monotonic()
-        # Where the store is, for people.
+        # The store's address, for the log.
         self.place = ""
         # Why the rounds of the present record were broken off.
         self.cause = ""
@@ -207,7 +207,7 @@ class FixedDriver(group.Driver):
 
     def _words_of_difference(self, other: int, shown: str) -> str:
         own, theirs = _texts_of(self._shown), dict[str, str]()
-        # A peer may send anything.
+        # A peer may send a text that is no JSON object.
         with suppress(ValueError, TypeError, AttributeError, RecursionError):
             theirs = _texts_of(shown or "{}")
         number = self.state.key.number
@@ -605,7 +605,7 @@ class FixedGroup(Follower):
         return dist.PrefixStore(f"groups/{attempt_text(chosen.name)}", self._store)
 
     def _epoch_of(self, record: Record) -> Epoch:
-        # Where the group is founded, nobody has joined: there is no outer state to copy yet.
+        # Founders copy no outer state, as there is none yet: name none of them as joined.
         epoch = super()._epoch_of(record)
         if record.source is None or self._joins:
             return epoch

@@ -449,7 +449,7 @@ class Follower:
 
         Raises:
             Void: If the attempt fails.
-            ReplicaMismatch: If a member does not let in the key of this newcomer.
+            ReplicaMismatch: If this newcomer does not let in the key of a member.
             SyncError: If the members have agreed, but a worker of this replica is not connected.
         """
         cut = self._cut_off(chosen, failure)
@@ -590,7 +590,7 @@ def way_of(share: LinkShare) -> Way:
 
 
 def are_keys_refused(error: SyncError | None, replica: int) -> bool:
-    """Whether connecting failed as ``replica`` refuses a member's key, or a member refuses its."""
+    """Whether connecting failed because ``replica`` does not let in the key of a member."""
     if error is None or error.stage != "connect":
         return False
     return any(replica in pair for pair in error.cuts)

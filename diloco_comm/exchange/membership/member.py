@@ -230,7 +230,7 @@ class Member:
         """Whether exchanges are under way; from any thread."""
         try:
             return self._is_sending_blob or not self.is_idle
-        except RuntimeError:  # Buffers were made meanwhile.
+        except RuntimeError:  # Another thread made buffers meanwhile: the set has changed.
             return True
 
     def wait(self) -> tuple[float, tuple[int, ...]]:
@@ -241,7 +241,7 @@ class Member:
         Returns:
             Seconds, 0 without a wait; and the numbers of the replicas, () if these are not known.
         """
-        with suppress(RuntimeError):  # Buffers were made meanwhile.
+        with suppress(RuntimeError):  # Another thread made buffers meanwhile: the set has changed.
             for round in [round for buffers in self._all_buffers for round in buffers.rounds]:
                 since, job = round.waits_since, round.job
                 if since and job is not None:
