@@ -25,7 +25,8 @@ _CHUNK_OF_MANY = 8 << 20
 # sized by bytes, could hold all elements. Then no work would overlap with the transfer.
 _ELEMENTS_OF_SHORT = 1 << 20
 _SHORT_BITS = 4
-# On streams a chunk costs a few launches and the link is fast; not measured.
+# Bytes of a chunk on streams (NCCL): many, as each chunk costs a few launches of kernels, and the
+# link is fast. Not measured.
 _STREAM_CHUNK = 16 << 20
 
 
@@ -137,12 +138,12 @@ class ExchangeBuffers:
         self._spares = []
         self._owns = [self._make(layout.payload_bytes)]
         self._results = [self._make(self._result_bytes)] if world_size > 1 else []
-        # Groups of other sizes may have equal layouts, with other owners.
+        # Compare rank and size, too: an equal layout may divide the runs among other owners.
         owner = rank, world_size, layout
         if self._owner == owner:
             return
         self._owner = owner
-        # If owners encode the mean on another wire, the rounding errors of that are not kept.
+        # If owners encode the mean on another wire, the errors of this encoding are not kept.
         keeps_errors = reduces and not self.reencodes
         self.residuals.plan_reduction(num_chunks * layout.run_elements if keeps_errors else 0)
 

@@ -428,7 +428,7 @@ class Round:
         if own.ballot is not None:
             own.ballot.bad.zero_()
         self.residuals.forgo(self.layout.wire)
-        # A weight of NaN stays: it says that this replica has no weight, which ends the round.
+        # A weight of NaN stays: the function of the weight has failed, and this fails the round.
         weight = nan if isnan(self.header.weight) else 0.0
         self.header = replace(self.header, weight=weight, is_reset=True)
 

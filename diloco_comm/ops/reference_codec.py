@@ -108,7 +108,7 @@ def _round_stochastic(y: Tensor, wire: WireFormat, bits: Tensor) -> Tensor:
     below = (a / step).floor()
     rounded = (below + (a / step - below + uniform >= 1)) * step
     if wire.name != "bf16":
-        # Below the smallest normal code the sum is one fp32 addition.
+        # Below the smallest normal code the definition has one fp32 addition, with its rounding.
         if wire.name == "fp16":
             uniform = uniform + 2.0**-14
         grid = y.abs() * 2.0 ** (mantissa_bits - min_exponent)

@@ -153,7 +153,7 @@ class Ending:
             else:
                 due.append((part, heard))
         _end(due, impl, writing)
-        # Only once: under ``Eager``, ``_equalize`` may follow and set parts to the replicas' mean.
+        # Only once: under ``Eager`` this is called again after the parts became the replicas' mean.
         self._is_wanted = False
 
 

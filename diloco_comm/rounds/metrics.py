@@ -420,7 +420,7 @@ class NormBoard:
                 self._work = dist.all_gather(outs, values, group=self._group, async_op=True)
                 self._all = Reading(everyone.view(-1))
                 return
-            # Neither the host nor its stream waits here: the host reads a copy later.
+            # Neither the host nor the training's stream waits here: the host reads a copy later.
             side = self._side.stream
             side.wait_stream(torch.accelerator.current_stream(values.device))
             for tensor in (values, everyone):

@@ -79,7 +79,8 @@ class Streaks:
         if tired:
             text = self._too_many_resets(part, number, tired)
             error = NonFiniteError(text, fragment=part.index, round=number, stage="reset")
-            # Since the round was applied, at least one replica was not reset.
+            # The group can go on without these: at least one replica was not reset, as the round
+            # was applied.
             error.replicas = error.missing = tuple(tired)
             for replica in tired:
                 del counts[replica]

@@ -178,7 +178,7 @@ class RoundRunner(ABC):
     def _stale_parts(self, inner_step: int, ending: Ending) -> list[SyncedPart]:
         """Return the parts with training to send, once all replicas are in this flush.
 
-        Until then, take part in the rounds that others still send.
+        Until then, follow the sends of the other replicas; see ``_follow``.
         """
         while True:
             try:

@@ -246,7 +246,7 @@ class Twins:
 
     def refuse(self) -> None:
         """Raise RuntimeError, at an inner step of this object, if a twin is in use too."""
-        gc.collect()  # An object and the hooks of its optimizer refer to each other.
+        gc.collect()  # A dropped twin and its optimizer's hooks refer to each other.
         self.others = [other for other in self.others if other() in _met]
         if self.others:
             raise RuntimeError(

@@ -348,7 +348,7 @@ class ElasticTraining:
             change, seal = partial(self._change, diloco), partial(self._seal, diloco)
             self.group.go_on(change, seal, error, began)
         except NonFiniteError:
-            # Only an unreported skip: the view has begun.
+            # The error is of a round that was skipped earlier: the view has begun.
             self._loop.take(Event.VIEW_BEGUN)
             raise
         self._loop.take(Event.ASKED_TO_LEAVE if self.group.is_done else self._repetition.event)

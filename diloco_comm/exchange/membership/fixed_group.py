@@ -44,14 +44,16 @@ logger = logger_of(__name__)
 
 # Seconds between two polls of the driver.
 PERIOD_S = 0.25
-# A change fails if the store is silent for so many seconds; stores answer in milliseconds.
+# A change fails if the store is silent for so many seconds, or for the timeout if that is shorter;
+# stores answer in milliseconds.
 STORE_LIMIT_S = 10.0
 # Callers that demand different members are an error only after so many seconds: callers that try
 # again with other members do so one after the other.
 _MISMATCH_PATIENCE_S = 3.0
-# Seconds for which a replica that is about to raise still tells the others its demand.
+# Seconds for which a replica that is about to raise still tells the others its demand, or waits to
+# hear whether the others went on without this replica.
 _LINGER_S = 1.0
-# If this process was suspended, at most so many seconds of that time are counted.
+# At most so many seconds count between two polls: in longer ones this process was suspended.
 _LONGEST_LOOK_S = 2.0
 # Seconds for which the connection to the store is broken before that is logged.
 _LOST_S = 1.0
@@ -70,7 +72,7 @@ Wait = Callable[[], tuple[float, tuple[int, ...]]]
 
 
 class FixedDriver(group.Driver):
-    """Carry out the decisions of the core for a member of a fixed group.
+    """Carry out the decisions of the core (``group.agreement``) for a member of a fixed group.
 
     Args:
         arguments, options: As for ``group.driver.Driver``.

@@ -43,7 +43,8 @@ Attempt = Callable[["GroupChange"], T]
 Seal = Callable[[bool], tuple[Positions, int, bool]]
 # Seconds between two calls in which the workers of a replica hear from worker 0.
 HEAR_S = 1.0
-# Seconds to wait for the addresses of a member whose beat this process has not read yet.
+# Most seconds to wait for the addresses of a member whose beat this process has not read yet, and
+# seconds between two looks.
 _PLACES_S, _POLL_S = 5.0, 0.02
 
 

@@ -32,7 +32,7 @@ T = TypeVar("T")
 _NONCE_BYTES = 16
 # The table keeps the names of at most so many processes that beat.
 _MOST_NAMES = 1024
-# Parts of a key that torch adds for the default group, and that this package adds.
+# Parts of a key that torch adds for the default group, or this package: no part of a run's name.
 _OF_GROUPS = re.compile(r"\bdefault_pg/0//|\bdiloco[_-]comm/(named/|[0-9a-f]{32}/)?")
 _LONGEST_RUN = 100
 # A process that has not beaten for so many seconds is removed from the list of names. If it lives,
