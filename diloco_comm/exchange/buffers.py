@@ -193,7 +193,7 @@ class ExchangeBuffers:
         self.rounds.append(round)
 
     def forget(self) -> None:
-        """Forget all rounds, and the residuals; no exchange of these rounds may be under way."""
+        """Forget all rounds, and what is owed; no exchange of these rounds may be under way."""
         self._sweep()
         self.rounds, self._owed = [], []
         self._ended = {}
@@ -249,7 +249,7 @@ class ExchangeBuffers:
         return taken
 
     def put_back(self, payloads: Sequence[Payload]) -> None:
-        """Use buffers that ``take_out`` gave away for later rounds, if they still fit."""
+        """Take back buffers that ``take_out`` gave away; later rounds use those that still fit."""
         sizes = {self.layout.payload_bytes, self._result_bytes}
         self._spares += [payload for payload in payloads if payload.tensor.numel() in sizes]
 

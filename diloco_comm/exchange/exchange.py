@@ -86,8 +86,8 @@ class Exchange(StreamMember):
         lanes: Data connections to each peer in each direction; each costs two process groups.
         chunk_bytes: Payload bytes of a chunk, equal on all replicas; None chooses by size.
         timeout: Seconds of one exchange, from its turn on the engine thread to its vote.
-        device: The default device of fragments, such as "cuda:0". Only encoded bytes are copied to
-            host memory, where they travel and are averaged.
+        device: The default device of fragments, such as "cuda:0". Except with "nccl", the encoded
+            bytes, and only these, are copied to host memory, where they travel and are averaged.
         impl: Implementation of the operators; "" is the default one.
         name: Distinguishes several exchanges on one store.
         line_name: Equal for the exchanges of a replica's workers, which go on together when the
@@ -110,8 +110,8 @@ class Exchange(StreamMember):
             itself; None: this exchange runs the agreement, with its table on the store.
         listen, advertise, relay, proxy: With "tcp", see ``diloco_comm.Link``.
         link_keys: With "tcp", ``keys`` of ``diloco_comm.Link``.
-        link_share: With "tcp", the caller's part in a link, which the caller ends after this
-            exchange; default: a link by the choices above.
+        link_share: With "tcp", the caller's share of a link, which the caller ends after this
+            exchange; default: a link of ``listen`` and the arguments beside it.
         board: A store where replicas write at which name they wait, see ``stores.Names``; None for
             a user's own store, which other runs may share.
         workers: The workers of this replica, which all call ``change_group``; worker 0 speaks for

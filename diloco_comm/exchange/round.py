@@ -109,7 +109,7 @@ class Header:
 
     @classmethod
     def of(cls, native: _C.Header) -> Header:
-        """Return the header of a replica that the engine has received."""
+        """Return a replica's header, as the engine has received it."""
         numbers = {name: getattr(native, name) for name in _NUMBERS}
         return cls(
             kind=cast(Kind, native.kind),
@@ -322,7 +322,7 @@ class Round:
         layout, mean_layout: Layout of the own payload, and of the mean's; see ``ExchangeBuffers``.
         num_phases: See ``ExchangeBuffers``; 0 in a saved round.
         own: The own encoded values, uint8, laid out as ``layout``; complete as soon as
-            ``Exchange.start`` has returned.
+            ``Exchange.start`` has returned, on a device for work that is enqueued from then on.
         result: The other payloads in the order of ranks, or the mean; None with one rank, and in a
             saved round.
         residuals: The fragment's residuals, which get the rounding errors of this round.
@@ -473,7 +473,7 @@ class Round:
     def wait(self, timeout: float | None = None, *, leaves_verdict: bool = False) -> Mean:
         """Wait for the vote and return the mean.
 
-        On a device, only the caller's stream waits until the mean is complete, not the host.
+        The host does not wait until the mean is complete on a device: the caller's stream does.
 
         Args:
             timeout: The most seconds to wait; None: no limit.

@@ -172,8 +172,8 @@ def end_like_others(
         beside: A further JSON value that this replica gives the others.
 
     Returns:
-        The values ``beside`` of all replicas, in rank order; None on every replica if this call has
-        ended a part on any of them, so that the values may be out of date.
+        The values ``beside`` of all replicas, in rank order; None on a newcomer, and on every
+        replica if this call has ended a part on any of them, so that the values may be out of date.
 
     Raises:
         ReplicaMismatch: On every replica, if one lacks the mean on which others have ended.

@@ -46,7 +46,7 @@ class SyncMetrics:
         exposed_s: Seconds for which the training loop, or its stream on a device, only waited for
             the result.
         outer_step_s: Seconds in which the training loop decoded the mean, took the outer step and
-            wrote the parameters.
+            wrote the parameters; on a device, enqueued this work.
         overlap_fraction: Share of the exchange during which the training loop went on, 0 to 1; 0
             if the call that sent the round also applied its result.
         pseudo_gradient_norm: L2 norm of this replica's pseudo-gradient; NaN unless

@@ -349,9 +349,9 @@ class SyncedPart(ABC):
         """Let the next round send the values of this round again."""
 
     def keep_local(self, flight: RoundInFlight, impl: str) -> None:  # noqa: B027
-        """Keep the local parameters after a send, and subtract its values from the next one.
+        """Keep the local parameters after a send, and subtract the sent values from the next send.
 
-        Else the next encoding, which starts from these parameters, would send them twice.
+        Else the next encoding, which starts from these parameters, would send the values again.
         """
 
 

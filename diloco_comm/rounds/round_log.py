@@ -146,7 +146,11 @@ class RoundLog:
             self._source.add(part.index, number, json.dumps(astuple(entry)), kept.payloads)
 
     def _make_room(self, fragment: int, size: int) -> list[_Kept]:
-        """Forget rounds until there is room for ``size`` bytes; return this fragment's rounds."""
+        """Forget rounds until there is room for ``size`` bytes.
+
+        Returns:
+            The forgotten rounds of this fragment.
+        """
         old = []
         while self._rounds and self.num_bytes + size > self.max_bytes:
             # The fragment's own rounds first, as the new round can use their memory.

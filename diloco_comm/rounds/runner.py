@@ -130,7 +130,7 @@ class RoundRunner(ABC):
         """
 
     def flush(self, inner_step: int, num_skipped: int, is_final: bool | None) -> None:
-        """Apply all rounds in flight, then send and apply the training since; a collective call.
+        """Apply all rounds in flight, and send and apply the training since; a collective call.
 
         Args:
             is_final: Whether this ends training; see ``Ending``.

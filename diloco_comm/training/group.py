@@ -92,7 +92,8 @@ class Place:
     """Where the replicas of a group meet, and with which weights they begin.
 
     Attributes:
-        group: The process group of the replicas; None at a store, or for one replica.
+        group: The process group of the replicas; None at a store, with ``Elastic`` or
+            for one replica.
         store: The store at which they meet; None for any other place.
         replica, num_replicas, members, name: See ``StorePeers``.
         init: See ``DiLoCo``.

@@ -58,7 +58,7 @@ class Verdict:
         return {*self.left, *self.ended, *self.silent}
 
     def with_cuts(self, cuts: Iterable[tuple[int, int]]) -> Verdict:
-        """Return this verdict with these cut pairs, and with the survivors that follow."""
+        """Return this verdict with these cut pairs, and the survivors that follow from them."""
         alive = [number for number in self.members if number not in self.gone]
         pairs = sorted(pair for pair in cuts if {*pair} <= {*alive})
         return replace(self, cuts=tuple(pairs), survivors=tuple(largest_group(alive, pairs)))
@@ -127,7 +127,7 @@ def judge(
     error: SyncError,
     patience: float,
 ) -> Verdict:
-    """Find out which members are missing after a failure; wait ``patience`` seconds at most.
+    """Find out which members are missing after a failure.
 
     Args:
         peers: For each member, its process and the nonce of the link of this worker's peer there.
@@ -135,7 +135,8 @@ def judge(
         link: The link of this worker.
         driver: The driver at worker 0; None at other workers, which judge by the link alone.
         error: The failure.
-        patience: Seconds.
+        patience: Most seconds to wait for signs of life. A member that has closed a connection has
+            ``_CLOSED_S`` more.
     """
     began = time.monotonic()
     members = tuple([key.number for key, _ in peers])
