@@ -166,7 +166,7 @@ class DiLoCo:
 
     @closed
     def __init__(self, model: nn.Module, optimizer: Any, **given: Any) -> None:
-        # Options: each choice by its own name.
+        # Options: objects such as ``Link`` become one value for each of their names.
         chosen = choices_of(arguments.defaults_of(DiLoCo) | given)
         arguments.check_arguments(model, chosen)
         recording.start_if_asked()

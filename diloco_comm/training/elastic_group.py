@@ -227,7 +227,7 @@ class ElasticGroup(Follower):
         ``attempt`` is called again after each failure that concerns the group.
 
         Raises:
-            ReplicaMismatch: If the members do not let in the key of this newcomer.
+            ReplicaMismatch: If settings differ, or if keys are not let in.
             SyncError: If this replica was asked to leave first.
         """
         results = self._attempt_until_done(attempt, lambda _: ((), 0, False), time.monotonic())

@@ -435,7 +435,7 @@ class ReplicaSampler(Sampler[int]):
             return
         rest = before.drawn - before.used(own.inner_step, self._batches_per_step)
         if rest < 0 and before.rest:
-            # More steps than an epoch has batches for: a loop that counts on.
+            # The steps have used more batches than the epoch had: the loop counts on.
             self._counts_on, rest = True, rest + before.rest
         if 0 < rest < self._batches_per_step:
             own.before, own.rest, before.before = before, rest, None

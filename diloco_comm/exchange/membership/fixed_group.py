@@ -142,7 +142,7 @@ class FixedDriver(group.Driver):
     def _note_cuts(self) -> None:
         """Publish which members this process cannot reach, while the group changes.
 
-        The training thread may still be trying to connect to them.
+        The training thread cannot do this: it may still be trying to connect to them.
         """
         state, lost = self.state, self.state.life.dead | self.state.life.suspected
         is_changing = state.demand is not None or state.stage in (Stage.SEALING, Stage.SEALED)

@@ -161,7 +161,7 @@ class GroupChange:
         self._group.guard(seal, epoch)
 
     def is_void(self) -> bool:
-        """Whether another attempt has begun; see ``Change``."""
+        """Whether a further order has ended this attempt; see ``Change``."""
         return self._group.is_void(self.chosen.name)
 
     def entered(self, failure: SyncError | None) -> Agreed:
@@ -326,7 +326,8 @@ class Follower:
                 continue
             except BaseException:
                 if change.record is None:
-                    # Such as a Ctrl-C: groups of this attempt may exist, and cannot be made twice.
+                    # A Ctrl-C, for example. Groups of this attempt may exist, and cannot be made
+                    # twice: the attempt has failed.
                     self._is_interrupted(chosen)
                 self._broke(change.record, None)
                 raise
