@@ -194,7 +194,8 @@ def end_like_others(
                 due.append((part, ended))
     _end(due, impl, writing)
     ends = {(part.index, *view[part.index][:2]) for part in parts for view in views}
-    # Some replica is at the same step of a part as another one that has ended there.
+    # A replica was at the same step of a part as another one that has ended there: this call has
+    # ended the part on that replica, too.
     is_new = len({end[:2] for end in ends}) < len(ends)
     return None if is_new else list(others)
 

@@ -323,7 +323,7 @@ class RoundRunner(ABC):
                 self._resets.ship(sent, self._leave_local)
             except Exception as error:
                 failure = error
-            # All workers of a replica must agree on resets before they start the collective.
+            # All workers of a replica must agree on resets before the norms' collective starts.
             if self._resets.is_undecided:
                 return failure
         if self._norms is not None and sent:

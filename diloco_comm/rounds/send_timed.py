@@ -260,7 +260,8 @@ class SendTimed(RoundRunner):
                 state.num_steps = state.equal_at = max(num_steps for _, num_steps, *_ in views)
                 pasts = sorted({past for past, *_ in views})
                 if part in differing and len(pasts) > 1:
-                    # Histories differ, as some replicas have ended and mixed their step count in.
+                    # Replicas that have ended have mixed their step count into their histories.
+                    # Mix all histories, so that they are equal again.
                     part.history = mixed(*pasts)
                 if has_ended:
                     state.ended_at = state.num_steps

@@ -270,7 +270,7 @@ class DiLoCo:
         try:
             self.flush(final=True)
         except NonFiniteError:
-            # The program knows of bad values, and goes on all the same.
+            # The program has caught such an error before, and goes on all the same.
             if not was_caught:
                 raise
         except (PeerLeft, LeftBehind):
@@ -836,7 +836,7 @@ class DiLoCo:
             self._saved_writes = saved_writes(self.parts)
         if self._rounds.same_data.is_wanted:
             self._rounds.same_data.begin(self.parts, self.inner_step)
-        # If nothing is unsent in the state, the program must load local parameters equal to outer.
+        # Under ``Blocking`` with nothing unsent, the local parameters to load equal the outer ones.
         is_shared = type(self.settings.overlap) is Blocking and self.inner_step > 0
         is_shared &= not restore.has_new and not self._rounds.has_unsent(self.inner_step)
         lost = self._plan.has_own_progress if is_shared else None

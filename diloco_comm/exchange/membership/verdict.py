@@ -17,7 +17,7 @@ from .own_link import OwnLink
 _POLL_S = 0.02
 _MANY = 1 << 62
 # A living peer that has closed a connection has so many seconds beyond the patience to publish a
-# beat that says CHANGING.
+# beat that says why: the peer has left, or is CHANGING.
 _CLOSED_S = 1.0
 _SEALED = "a change of the group has begun"
 
@@ -164,8 +164,8 @@ def judge(
             elif not life.silent_s < elapsed:
                 open_.append(key)
             elif key.number in error.missing and key not in has_failed:
-                # This living member has closed a connection: wait until its beat, too, says
-                # CHANGING.
+                # This living member has closed a connection: wait for a beat that says why. It has
+                # left, or is CHANGING.
                 closed.append(key)
         is_over = elapsed >= patience + (_CLOSED_S if closed and driver is not None else 0.0)
         if not (open_ or closed) or is_over or (elapsed >= patience and not closed):
