@@ -35,7 +35,8 @@ from ..ops.wire import Layout
 from . import waits
 
 Kind = Literal["sync", "flush", "all_reduce"]
-# Pairs of a payload, uint8, and its coefficient: their sum is the weighted mean.
+# Pairs of a payload, uint8, and its coefficient. The weighted mean is the sum of the decoded
+# payloads, each times its coefficient.
 Terms = list[tuple[Tensor, float]]
 RoundState = Literal["started", "agreed", "voted", "rejected", "failed", "applied"]
 # The states of a round that replicas tell each other when the group changes.
@@ -146,8 +147,8 @@ class Mean:
     """The weighted mean that an exchange has brought.
 
     Attributes:
-        terms: (payload uint8 laid out as ``layout``, coefficient): their sum is the weighted mean.
-            These payloads are the fragment's buffers: a ``start`` after ``commit`` overwrites them.
+        terms: The mean as ``Terms``, with payloads laid out as ``layout``. These payloads are the
+            fragment's buffers: a ``start`` after ``commit`` overwrites them.
         headers: The headers of all ranks.
         weights: The normalised weights of all ranks.
         verdict: None; or, with ``leaves_verdict``, int64 [1] on the device, which becomes 0 once
