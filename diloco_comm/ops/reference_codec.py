@@ -84,11 +84,11 @@ def _round_nearest(y: Tensor, wire: WireFormat) -> Tensor:
 
 
 def _round_stochastic(y: Tensor, wire: WireFormat, bits: Tensor) -> Tensor:
-    """Return the fp32 values of one of the two codes around each element, the mean being y.
+    """Return the fp32 values of one of the two codes around each element.
 
-    The upper one is taken when the distance from the lower one plus a uniform number in [0, 1) made
-    of 16 random bits (int8, int4: 14) reaches 1. ``csrc/wire/stochastic.h`` says the same with
-    integers.
+    Their mean is y, up to the resolution of the random bits. The upper one is taken when the
+    distance from the lower one plus a uniform number in [0, 1) made of 16 random bits (int8, int4:
+    14) reaches 1. ``csrc/wire/stochastic.h`` says the same with integers.
     """
     if wire.name == "fp32":
         return y

@@ -129,6 +129,7 @@ class Residuals:
     def forgo(self, wire: WireFormat) -> None:
         """Undo the last encoding's effect on residuals: the next encoding adds the same values.
 
+        Values that cannot be encoded are dropped.
         Then it makes no difference whether the round is agreed on or taken back.
         """
         if self.carries:
@@ -182,7 +183,7 @@ class Residuals:
     # --------------------------------------------------------------------- the end of a round
 
     def encoded(self) -> None:
-        """Record that a round is encoded and under way: ``new`` is written."""
+        """Record that a round is encoded: let ``new`` decay; with ``carries``, take it now."""
         if self.new is not None and self.decay != 1.0:
             self.new.mul_(self.decay)
         if self.carries:
