@@ -25,15 +25,17 @@ _CHUNK_OF_MANY = 8 << 20
 # sized by bytes, could hold all elements. Then no work would overlap with the transfer.
 _ELEMENTS_OF_SHORT = 1 << 20
 _SHORT_BITS = 4
-# On streams a chunk costs a few launches and the link is fast; not measured.
+# Bytes of a chunk on streams (NCCL): many, as each chunk costs a few launches of kernels, and the
+# link is fast. Not measured.
 _STREAM_CHUNK = 16 << 20
 
 
 class ExchangeBuffers:
     """Buffers of one fragment: ``plan`` makes them for a group, whose rounds reuse them.
 
-    A round's payloads are free once the round is applied or rejected. After this replica's vote
-    they stay unchanged until the other votes, or ``settle``, end the round.
+    A round's payloads are free once the round is applied or rejected; with ``carries``, the own
+    payload of a rejected round only after ``release``. After this replica's vote payloads stay
+    unchanged until the other votes, or ``settle``, end the round.
 
     Attributes:
         device: The fragment's device. For a GPU, the engine's own buffers are in page-locked host
@@ -136,12 +138,12 @@ class ExchangeBuffers:
         self._spares = []
         self._owns = [self._make(layout.payload_bytes)]
         self._results = [self._make(self._result_bytes)] if world_size > 1 else []
-        # Groups of other sizes may have equal layouts, with other owners.
+        # Compare rank and size, too: an equal layout may divide the runs among other owners.
         owner = rank, world_size, layout
         if self._owner == owner:
             return
         self._owner = owner
-        # If owners encode the mean on another wire, the rounding errors of that are not kept.
+        # If owners encode the mean on another wire, the errors of this encoding are not kept.
         keeps_errors = reduces and not self.reencodes
         self.residuals.plan_reduction(num_chunks * layout.run_elements if keeps_errors else 0)
 
@@ -158,8 +160,8 @@ class ExchangeBuffers:
         """Return a new round, with buffers that no earlier round still needs.
 
         Raises:
-            RuntimeError: If error feedback is on and the round before has not ended: its residual
-                is not known.
+            RuntimeError: If error feedback is on without ``carries``, and an earlier round has not
+                ended: its residual is not known.
         """
         self._sweep()
         is_unsure = self.error_feedback and not self.residuals.carries
@@ -191,7 +193,7 @@ class ExchangeBuffers:
         self.rounds.append(round)
 
     def forget(self) -> None:
-        """Forget all rounds, and the residuals; no exchange of these rounds may be under way."""
+        """Forget all rounds, and what is owed; no exchange of these rounds may be under way."""
         self._sweep()
         self.rounds, self._owed = [], []
         self._ended = {}
@@ -247,7 +249,7 @@ class ExchangeBuffers:
         return taken
 
     def put_back(self, payloads: Sequence[Payload]) -> None:
-        """Use buffers that ``take_out`` gave away for later rounds, if they still fit."""
+        """Take back buffers that ``take_out`` gave away; later rounds use those that still fit."""
         sizes = {self.layout.payload_bytes, self._result_bytes}
         self._spares += [payload for payload in payloads if payload.tensor.numel() in sizes]
 
@@ -303,8 +305,8 @@ class ExchangeBuffers:
         """
         self._sweep()
         for round in self.rounds:
-            # Residuals were swapped when the round was agreed. Swap them now if it was not and is
-            # applied, and back if it was and is forgotten.
+            # Only an agreed round has swapped the residuals. Swap them now for a voted round that
+            # is applied, and back for an agreed round that is forgotten.
             if (round.state == "agreed") != (round in applied):
                 self.residuals.turn(round.header.round)
             if round in applied:

@@ -122,7 +122,7 @@ class AllReduceWork:
         Raises:
             SyncError: Or one of its kinds; the tensor is as it was, an ``out`` is undefined.
             TimeoutError: After ``timeout`` seconds, and perhaps the decoding of one part; the
-                exchange goes on, and the next call, too.
+                exchange goes on, and the next call waits again.
         """
         if isinstance(timeout, timedelta):
             timeout = timeout.total_seconds()

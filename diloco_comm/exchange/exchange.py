@@ -86,8 +86,8 @@ class Exchange(StreamMember):
         lanes: Data connections to each peer in each direction; each costs two process groups.
         chunk_bytes: Payload bytes of a chunk, equal on all replicas; None chooses by size.
         timeout: Seconds of one exchange, from its turn on the engine thread to its vote.
-        device: The default device of fragments, such as "cuda:0". Only encoded bytes are copied to
-            host memory, where they travel and are averaged.
+        device: The default device of fragments, such as "cuda:0". Except with "nccl", the encoded
+            bytes, and only these, are copied to host memory, where they travel and are averaged.
         impl: Implementation of the operators; "" is the default one.
         name: Distinguishes several exchanges on one store.
         line_name: Equal for the exchanges of a replica's workers, which go on together when the
@@ -102,16 +102,16 @@ class Exchange(StreamMember):
             default: the environment's, 3.
         join_timeout: Seconds for which ``change_group``, and a replica that joins, wait for members
             of which nothing is heard; for live members, and for the first group, ``timeout``
-            counts. NCCL has as long to connect the members, but at least 30; in a first group,
-            ``timeout``. Default: the environment's, 60.
+            counts. NCCL has as long to connect the members, but at least 30, and at most
+            ``timeout``; in a first group, ``timeout``. Default: the environment's, 60.
         suspect_after: Seconds without a sign of life of a peer, or without a connection to it,
             after which this replica waits for it no longer; default: the environment's, 30.
         change: The attempt that leads to the first epoch, from a caller that runs the agreement
             itself; None: this exchange runs the agreement, with its table on the store.
         listen, advertise, relay, proxy: With "tcp", see ``diloco_comm.Link``.
         link_keys: With "tcp", ``keys`` of ``diloco_comm.Link``.
-        link_share: With "tcp", the caller's part in a link, which the caller ends after this
-            exchange; default: a link by the choices above.
+        link_share: With "tcp", the caller's share of a link, which the caller ends after this
+            exchange; default: a link of ``listen`` and the arguments beside it.
         board: A store where replicas write at which name they wait, see ``stores.Names``; None for
             a user's own store, which other runs may share.
         workers: The workers of this replica, which all call ``change_group``; worker 0 speaks for
@@ -293,11 +293,11 @@ class Exchange(StreamMember):
         overlapped: bool = False,
         is_held: bool = False,
     ) -> Round:
-        """Encode a fragment and begin its exchange; return when everything is encoded.
+        """Encode a fragment and begin its exchange; return when all of it is encoded.
 
         The first chunk travels while the second is encoded, unless ``overlapped``. ``params`` and
-        ``outer`` may change as soon as this returns: on a device, in the caller's stream, where the
-        encoding is enqueued.
+        ``outer`` may change as soon as this returns. On a device this returns when the encoding is
+        enqueued on the caller's stream, and later work of that stream may change them.
 
         Args:
             buffers: The fragment's buffers.
@@ -431,8 +431,9 @@ class Exchange(StreamMember):
 
         Called by every replica of the new epoch (a newcomer constructs its Exchange with
         ``join=True``), also after an attempt that failed. Buffers are laid out anew. Once the
-        members have met, the old epoch is at an end, whether this succeeds or not. After the
-        return, ``take_repairs`` returns the rounds that this replica must still apply.
+        agreement has made this replica seal the old epoch, that epoch has ended, whether this
+        succeeds or not. After the return, ``take_repairs`` returns the rounds that this replica
+        must still apply.
 
         If the others have completed an earlier attempt with this replica, it enters that epoch.
         Then ``self.members`` are not the members asked for, and the caller calls again.
@@ -486,7 +487,8 @@ class Exchange(StreamMember):
             for repair in self._repairs:
                 last[repair.fragment] = max(last.get(repair.fragment, -1), repair.round)
             self._fragments = changing.fragments_of(self, last)
-            # A replica without fragments names one empty stream: () would say that it has no state.
+            # () would say that this replica has no outer state. Without fragments, report on one
+            # stream without rounds.
             positions = changing.positions_of(self, last) or (Rounds(0, 0, 0),)
             return positions, max(self.inner_step, 0), True
 
@@ -600,7 +602,8 @@ class Exchange(StreamMember):
 
         Args:
             agreed: The agreement with the decision.
-            fragments: For each stream of the decision, the index of its fragment.
+            fragments: For each stream (``group.streams``) of the decision, the index of its
+                fragment.
 
         Returns:
             The rounds that count and that this replica must still apply.
@@ -638,9 +641,10 @@ class Exchange(StreamMember):
     def close(self) -> None:
         """Finish exchanges under way, tell the peers, end the engine thread; idempotent.
 
-        A peer that then starts an exchange gets ``PeerLeft``. All of this takes ten seconds (or the
-        timeout) at most: an exchange that is not finished by then is broken off. Over NCCL the last
-        quarter of that time is kept for ending NCCL's group; if it does not end, it is abandoned.
+        A peer that then starts an exchange gets ``PeerLeft``. Closing takes about ten seconds, or
+        the timeout if that is shorter, at most: an exchange that is not finished by then is broken
+        off. Over NCCL the last quarter of that time is kept for ending NCCL's group; if it does not
+        end, it is abandoned.
         """
         self._close(patience_s=10.0)
 

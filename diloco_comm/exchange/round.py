@@ -35,7 +35,8 @@ from ..ops.wire import Layout
 from . import waits
 
 Kind = Literal["sync", "flush", "all_reduce"]
-# Pairs of a payload, uint8, and its coefficient: their sum is the weighted mean.
+# Pairs of a payload, uint8, and its coefficient. The weighted mean is the sum of the decoded
+# payloads, each times its coefficient.
 Terms = list[tuple[Tensor, float]]
 RoundState = Literal["started", "agreed", "voted", "rejected", "failed", "applied"]
 # The states of a round that replicas tell each other when the group changes.
@@ -49,7 +50,7 @@ _NEXT: Mapping[RoundState, Sequence[RoundState]] = {
 _POLL_S = 2e-5
 _LONG_S = 3600.0  # C++ clocks cannot take an infinite time
 # Seconds until the first look at the replicas for which a job waits. The next look follows after a
-# tenth of the wait so far.
+# tenth of the wait so far, but at most a second.
 _LOOK_S = 0.01
 # ``Job.waiting`` says this while the engine waits for a replica's header.
 TO_BEGIN = re.compile(r"replica (\d+) to begin ")
@@ -82,6 +83,8 @@ class Header:
     must be equal on all of them.
 
     Attributes:
+        gap: Divisor of the mean under ``CO2``, see ``CO2.gap_for``; the lowest replica's value
+            counts. ``END`` in the small messages of a ``flush``.
         history: Number for all rounds applied to the fragment, see ``rounds.history``; 0 where no
             outer state is involved.
         is_reset: The replica's values cannot be encoded, as some are not finite or too large. Its
@@ -107,7 +110,7 @@ class Header:
 
     @classmethod
     def of(cls, native: _C.Header) -> Header:
-        """Return the header of a replica that the engine has received."""
+        """Return a replica's header, as the engine has received it."""
         numbers = {name: getattr(native, name) for name in _NUMBERS}
         return cls(
             kind=cast(Kind, native.kind),
@@ -144,16 +147,18 @@ class Mean:
     """The weighted mean that an exchange has brought.
 
     Attributes:
-        terms: (payload uint8 laid out as ``layout``, coefficient): their sum is the weighted mean.
-            These payloads are the fragment's buffers: a ``start`` after ``commit`` overwrites them.
+        terms: The mean as ``Terms``, with payloads laid out as ``layout``. These payloads are the
+            fragment's buffers: a ``start`` after ``commit`` overwrites them.
         headers: The headers of all ranks.
         weights: The normalised weights of all ranks.
         verdict: None; or, with ``leaves_verdict``, int64 [1] on the device, which becomes 0 once
             all votes have come and are yes: then the round counts.
         seconds: Seconds of each stage: encode, header, exchange (waiting for messages), reduce,
             vote, wait (in ``wait()``) and total (on the engine thread). An exchange on streams has
-            only total, and exposed: the time for which the caller's stream stood still.
-        sent_bytes, received_bytes: All bytes that this rank has sent to and received from peers.
+            encode (always 0), wait, total and exposed: the time for which the caller's stream
+            stood still.
+        sent_bytes, received_bytes: All bytes that this rank has sent to and received from peers;
+            of an exchange on streams, bytes of payloads only.
         counters: Minor page faults of the calling thread and of the engine's thread.
         digest: Digest of the payloads, the same on all replicas; 0 where none is needed.
     """
@@ -318,7 +323,7 @@ class Round:
         layout, mean_layout: Layout of the own payload, and of the mean's; see ``ExchangeBuffers``.
         num_phases: See ``ExchangeBuffers``; 0 in a saved round.
         own: The own encoded values, uint8, laid out as ``layout``; complete as soon as
-            ``Exchange.start`` has returned.
+            ``Exchange.start`` has returned, on a device for work that is enqueued from then on.
         result: The other payloads in the order of ranks, or the mean; None with one rank, and in a
             saved round.
         residuals: The fragment's residuals, which get the rounding errors of this round.
@@ -332,8 +337,8 @@ class Round:
         error: Why there is no result; set in a round that is voted, rejected or failed.
         blame: Returns an error with the replicas that are missing; None if nothing does.
         waits_since: Monotonic time since when the caller waits for the job; 0 while it does not.
-        awaited_s: By replica number, the seconds that the caller has waited until it began the
-            round.
+        awaited_s: By replica number, the seconds that the caller has waited until that replica
+            began the round.
     """
 
     header: Header
@@ -411,7 +416,7 @@ class Round:
         if self.job is not None:
             return self.job.num_bad_encoded
         assert self.own.ballot is not None
-        # Without an event the encoding has ended: the round could not be sent after it.
+        # Without an event the encoding has ended, and sending the round has failed after that.
         is_known = self.encoded is None or self.encoded.query()
         return int(self.own.ballot.host_bad) if is_known else None
 
@@ -424,7 +429,7 @@ class Round:
         if own.ballot is not None:
             own.ballot.bad.zero_()
         self.residuals.forgo(self.layout.wire)
-        # A weight of NaN stays: it says that this replica has no weight, which ends the round.
+        # A weight of NaN stays: the function of the weight has failed, and this fails the round.
         weight = nan if isnan(self.header.weight) else 0.0
         self.header = replace(self.header, weight=weight, is_reset=True)
 
@@ -469,7 +474,7 @@ class Round:
     def wait(self, timeout: float | None = None, *, leaves_verdict: bool = False) -> Mean:
         """Wait for the vote and return the mean.
 
-        On a device, only the caller's stream waits until the mean is complete, not the host.
+        The host does not wait until the mean is complete on a device: the caller's stream does.
 
         Args:
             timeout: The most seconds to wait; None: no limit.
@@ -595,7 +600,7 @@ def wait_for_job(
 
     Args:
         awaited_s: For each replica, by number, the seconds until it began the round are added
-            here, at most a tenth too few.
+            here. The last interval between two looks is missing: a tenth of the wait, or 0.01 s.
     """
     begin = last = time.monotonic()
     deadline, log = begin + seconds, None
@@ -615,7 +620,7 @@ def wait_for_job(
 def shares(weights: Sequence[float]) -> list[float]:
     """Return each weight divided by their sum, rounded to fp32 as the C++ engine rounds it.
 
-    So a coefficient that is computed here equals the engine's to the bit, and the two cancel.
+    So a coefficient that is computed here equals the engine's to the bit.
     """
     total = sum(weights)
     return array("f", (weight / total for weight in weights)).tolist()

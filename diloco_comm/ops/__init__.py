@@ -99,7 +99,7 @@ def _chosen(
     if operator in CPU_ONLY and (device != "cpu" or impl == "triton"):
         given = f"impl={impl!r}" if device == "cpu" else f"a tensor on {device}"
         raise ValueError(f"{operator} runs on CPU tensors alone, without Triton; got {given}")
-    # Triton's kernels know whether they are interpreted, and then take CPU tensors too.
+    # Triton is not refused here for CPU tensors: its kernels take them if they are interpreted.
     if impl != "triton" or device != "cpu":
         impl = resolve_impl(impl, device, operator, index)
     schema = getattr(torch.ops.diloco_comm, operator).default._schema

@@ -106,9 +106,9 @@ def resolve_impl(
 ) -> str:
     """Return the name to pass on: the argument's, else the environment's, else the default.
 
-    The default is "", which leaves the choice to each operator; with ``operator`` given it is that
-    operator's name on CUDA tensors, and "" on the CPU, where the extension chooses. The
-    environment's name is left aside where it means another type of device than ``device``.
+    The default is "", which leaves the choice to each operator. With ``operator`` given, the
+    default on CUDA tensors is that operator's implementation; on the CPU it stays "", and the
+    extension chooses. The environment's name is left aside if it is for another type of device.
 
     Raises:
         ValueError: If the name is unknown or cannot run here on tensors of that device, or if the
@@ -191,8 +191,9 @@ def cuda_obstacle(device: int | None = None) -> str:
     """Say in one sentence why the extension's CUDA kernels do not run on a device; "": they do.
 
     Args:
-        device: Index of the device. None: the current one. Before torch has used a device nobody
-            asks the driver, so that the process can still be forked; built kernels count then.
+        device: Index of the device. None: the current one. Before torch has used a device, the
+            driver is not asked, as a process that has asked cannot be forked; the answer then only
+            says whether the kernels were built.
     """
     if not _has_built_kernels():
         return "the extension was built without CUDA kernels"

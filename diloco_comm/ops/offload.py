@@ -16,8 +16,8 @@ from .. import _C
 from ..base.memory import memory_order
 from .wire import Layout
 
-# Elements of a chunk: enough to keep the device busy, and so few that two chunks of outer
-# parameters and of momentum are small beside any model. The number was chosen, not measured.
+# Elements of a chunk: enough to keep the device busy, and so few that two chunks take only 32 MiB
+# of the device for each fp32 tensor of outer state. The number was chosen, not measured.
 CHUNK_ELEMENTS = 4 << 20
 
 

@@ -1,7 +1,8 @@
 """Every operator in plain PyTorch: slow, obvious, and the truth that all others are compared with.
 
 The functions have the names and arguments of ``torch.ops.diloco_comm.*`` (less ``impl``) and give
-the same bytes. All arithmetic is IEEE fp32, one rounding for each operation, sub-normals kept.
+the same bytes. Arithmetic on elements is IEEE fp32, one rounding for each operation, sub-normals
+kept; ``norms`` and ``gram`` add in fp64, and rotations and digests compute with integers.
 ``all_reduce`` is what a whole exchange must leave behind, computed in one process.
 
 This module imports torch and, from this package, only ``wire.py`` and the ``reference_*`` modules.

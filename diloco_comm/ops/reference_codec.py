@@ -84,11 +84,11 @@ def _round_nearest(y: Tensor, wire: WireFormat) -> Tensor:
 
 
 def _round_stochastic(y: Tensor, wire: WireFormat, bits: Tensor) -> Tensor:
-    """Return the fp32 values of one of the two codes around each element, the mean being y.
+    """Return the fp32 values of one of the two codes around each element.
 
-    The upper one is taken when the distance from the lower one plus a uniform number in [0, 1) made
-    of 16 random bits (int8, int4: 14) reaches 1. ``csrc/wire/stochastic.h`` says the same with
-    integers.
+    Their mean is y, up to the resolution of the random bits. The upper one is taken when the
+    distance from the lower one plus a uniform number in [0, 1) made of 16 random bits (int8, int4:
+    14) reaches 1. ``csrc/wire/stochastic.h`` says the same with integers.
     """
     if wire.name == "fp32":
         return y
@@ -108,7 +108,7 @@ def _round_stochastic(y: Tensor, wire: WireFormat, bits: Tensor) -> Tensor:
     below = (a / step).floor()
     rounded = (below + (a / step - below + uniform >= 1)) * step
     if wire.name != "bf16":
-        # Below the smallest normal code the sum is one fp32 addition.
+        # Below the smallest normal code the definition has one fp32 addition, with its rounding.
         if wire.name == "fp16":
             uniform = uniform + 2.0**-14
         grid = y.abs() * 2.0 ** (mantissa_bits - min_exponent)

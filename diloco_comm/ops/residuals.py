@@ -1,7 +1,7 @@
 """Residuals of one fragment: values added to the next encoding.
 
-A *residual* holds the rounding errors of an encoding (error feedback). Values of a lost round are
-added to it, too. There are two ways to treat a lost round:
+A *residual* holds the rounding errors of an encoding (error feedback), and with ``carries`` the
+values of lost rounds, too. There are two ways to treat a lost round:
 
 * The values of a lost round stay in the parameters, and the next encoding sees them again. Then
   residuals take their new values when a round is agreed on.
@@ -26,6 +26,7 @@ def drop_bad(residual: Tensor, wire: WireFormat) -> None:
 
     An encoding takes magnitudes up to 2^126. A scale that is rounded up makes the decoded values a
     little larger, and the encoding of their mean would refuse them: the limit here is half as much.
+    On fp16, whose largest number is 65504, the limit is 60000.
     A rotated encoding takes magnitudes up to 2^116, and its decoded elements are below 2^10 times
     the largest of their block. The mean of sparse payloads may be rotated, too (``mean_wire``).
     """
@@ -128,6 +129,7 @@ class Residuals:
     def forgo(self, wire: WireFormat) -> None:
         """Undo the last encoding's effect on residuals: the next encoding adds the same values.
 
+        Values that cannot be encoded are dropped.
         Then it makes no difference whether the round is agreed on or taken back.
         """
         if self.carries:
@@ -181,7 +183,7 @@ class Residuals:
     # --------------------------------------------------------------------- the end of a round
 
     def encoded(self) -> None:
-        """Record that a round is encoded and under way: ``new`` is written."""
+        """Record that a round is encoded: let ``new`` decay; with ``carries``, take it now."""
         if self.new is not None and self.decay != 1.0:
             self.new.mul_(self.decay)
         if self.carries:

@@ -1,7 +1,8 @@
 """Wire formats, the byte layout of a payload, the key of stochastic rounding, and the phases.
 
-Pure arithmetic on sizes. The bits of each code are defined in ``csrc/wire`` and, in plain PyTorch,
-in ``reference.py``; ``docs/developers/wire-formats.md`` describes both.
+Arithmetic on sizes and keys; only ``Layout.rearrange`` moves bytes. The bits of each code are
+defined in ``csrc/wire`` and, in plain PyTorch, in ``reference.py``;
+``docs/developers/wire-formats.md`` describes both.
 
 This module imports no other module of the package, so every module may import it.
 """

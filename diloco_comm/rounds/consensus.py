@@ -153,7 +153,7 @@ class Ending:
             else:
                 due.append((part, heard))
         _end(due, impl, writing)
-        # Only once: under ``Eager``, ``_equalize`` may follow and set parts to the replicas' mean.
+        # Only once: under ``Eager`` this is called again after the parts became the replicas' mean.
         self._is_wanted = False
 
 
@@ -172,8 +172,8 @@ def end_like_others(
         beside: A further JSON value that this replica gives the others.
 
     Returns:
-        The values ``beside`` of all replicas, in rank order; None on every replica if this call has
-        ended a part on any of them, so that the values may be out of date.
+        The values ``beside`` of all replicas, in rank order; None on a newcomer, and on every
+        replica if this call has ended a part on any of them, so that the values may be out of date.
 
     Raises:
         ReplicaMismatch: On every replica, if one lacks the mean on which others have ended.
@@ -194,7 +194,8 @@ def end_like_others(
                 due.append((part, ended))
     _end(due, impl, writing)
     ends = {(part.index, *view[part.index][:2]) for part in parts for view in views}
-    # Some replica is at the same step of a part as another one that has ended there.
+    # A replica was at the same step of a part as another one that has ended there: this call has
+    # ended the part on that replica, too.
     is_new = len({end[:2] for end in ends}) < len(ends)
     return None if is_new else list(others)
 

@@ -169,8 +169,8 @@ class Restore:
                     "itself; strict=False starts them at zero"
                 )
             whole, runs = None, None
-        # An old state may lack the older residuals. Then a round that is lost later leaves its
-        # rounding error in the residual.
+        # A state may lack ``residual_before``. Then a round under way that is lost after the load
+        # leaves its rounding error in the residual.
         old_whole = whole and (self._find_whole(part, "residual_before") or whole)
         old_runs = runs and (self._find_runs(part, "reduce_residual_before") or runs)
         if whole is not None:
@@ -181,7 +181,7 @@ class Restore:
             self._kept |= {("reduce_residual", self._run_key(place, k)) for k in range(len(runs))}
 
         def load() -> None:
-            # Not before this call, as the tensors may be swapped between the check and the load.
+            # Look the tensors up only now: they may be swapped between the check and the load.
             residuals = buffers.residuals
             for values, saved in ((residuals.value, whole), (residuals.before(), old_whole)):
                 if values is not None:
@@ -406,7 +406,10 @@ def restore_outer(
 
 
 def _numbers_at(home: Mapping[str, Any], index: int, is_fragment: bool) -> Mapping[str, Any]:
-    """Return the numbers of a saved part; ``dcp_to_torch_save`` leaves out an empty ``extra``."""
+    """Return the numbers of a saved part, checked.
+
+    ``extra`` may be missing, as ``dcp_to_torch_save`` leaves out an empty one.
+    """
     numbers: Mapping[str, Any] = _need(home, "parts", str(index))
     for name in ("round", "last_sent", "weight_sum"):
         _need(numbers, name)
@@ -534,7 +537,7 @@ def _install(part: SyncedPart, saved: Saved, mine: Mapping[str, Any] | None) -> 
 
 
 def _owe(part: SyncedPart, values: Tensor) -> None:
-    # Not before this call, as the tensors may be swapped between the check and the load.
+    # Look the tensor up only now: residuals may be swapped between the check and the load.
     assert part.buffers is not None
     part.buffers.residuals.owe(values)
 

@@ -36,14 +36,17 @@ class SyncMetrics:
         round: Outer round of the fragment, from 0.
         fragment: Index of the fragment.
         inner_step: Inner steps done when the result was applied.
-        sent_bytes, received_bytes: Payload and control bytes to and from the peers.
-        encode_s: Seconds in which the training loop encoded the pseudo-gradient.
-        exchange_s: Seconds from the first byte sent to the last one received.
-        reduce_s: Seconds for decoding, averaging and encoding the runs that this replica owns.
+        sent_bytes, received_bytes: Payload and control bytes to and from the peers; of an exchange
+            on streams (NCCL), payload bytes only.
+        encode_s: Seconds in which the training loop encoded the pseudo-gradient; 0 on streams.
+        exchange_s: Seconds of the exchange on the engine's thread, with headers and votes; on
+            streams, the device's seconds from the first chunk to the result of the vote.
+        reduce_s: Seconds for decoding, averaging and encoding the runs that this replica owns; 0 on
+            streams.
         exposed_s: Seconds for which the training loop, or its stream on a device, only waited for
             the result.
         outer_step_s: Seconds in which the training loop decoded the mean, took the outer step and
-            wrote the parameters.
+            wrote the parameters; on a device, enqueued this work.
         overlap_fraction: Share of the exchange during which the training loop went on, 0 to 1; 0
             if the call that sent the round also applied its result.
         pseudo_gradient_norm: L2 norm of this replica's pseudo-gradient; NaN unless
@@ -114,7 +117,7 @@ class Recorder:
         totals: Sums over all exchanges.
         since: Sums over the exchanges since the last ``take``.
         awaited_s: For each other replica, by number, the seconds for which this one has waited
-            until it began a round that was applied. Waits of a device's stream are not measured.
+            until the other began a round that was applied. Waits of a device's stream do not count.
         since_awaited_s: The same since the last ``take``.
         callbacks: Functions that are called after every exchange.
         progress: Called before the callbacks while lines of level INFO are logged, see
@@ -313,8 +316,9 @@ def _log_reset(flight: RoundInFlight, replicas: tuple[int, ...]) -> None:
 class SharedNorms:
     """Norms of fragments whose elements are divided among the workers of a replica.
 
-    The workers add up the squared norms of one block in a small collective of fixed size. The host
-    reads the results when they are needed: at the next send, or in the metrics.
+    The workers add up the squared norms of one block, see ``RoundRunner.all_workers``, in a small
+    collective of fixed size. The host reads the results when they are needed: at the next send, or
+    in the metrics.
 
     Args:
         policy: Says whether the norms of outer steps are measured.
@@ -416,7 +420,7 @@ class NormBoard:
                 self._work = dist.all_gather(outs, values, group=self._group, async_op=True)
                 self._all = Reading(everyone.view(-1))
                 return
-            # Neither the host nor its stream waits here: the host reads a copy later.
+            # Neither the host nor the training's stream waits here: the host reads a copy later.
             side = self._side.stream
             side.wait_stream(torch.accelerator.current_stream(values.device))
             for tensor in (values, everyone):

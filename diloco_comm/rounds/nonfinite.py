@@ -79,7 +79,8 @@ class Streaks:
         if tired:
             text = self._too_many_resets(part, number, tired)
             error = NonFiniteError(text, fragment=part.index, round=number, stage="reset")
-            # Since the round was applied, at least one replica was not reset.
+            # The group can go on without these: at least one replica was not reset, as the round
+            # was applied.
             error.replicas = error.missing = tuple(tired)
             for replica in tired:
                 del counts[replica]
@@ -221,8 +222,8 @@ class Resets:
 
         Raises:
             Exception: The error of ``on_reset``; all rounds are sent and all parameters written.
-            RuntimeError: If another worker of this replica is gone; all rounds are sent, and all
-                parameters but that worker's are written.
+            RuntimeError: If another worker of this replica is gone; all rounds are sent. The
+                parameters are written if all workers had agreed on a reset before.
         """
         self.has_taken_outer = False
         if not self.is_on:

@@ -248,7 +248,8 @@ class SyncedPart(ABC):
         index: Number of the part in headers; averaged buffers come after the last fragment.
         num_elements: Elements that are exchanged.
         round: Number of the next round to be applied.
-        last_sent: The last inner step whose training is applied, in flight or owed.
+        last_sent: The last inner step whose training is applied; under ``SendTimed``, or whose
+            training is in flight or owed.
         in_flight: Rounds that are sent or agreed, oldest first.
         owed: The debts that earlier rounds have left to the next ones.
         step_norms: Norms of the outer steps, where the overlap policy measures them.
@@ -348,9 +349,9 @@ class SyncedPart(ABC):
         """Let the next round send the values of this round again."""
 
     def keep_local(self, flight: RoundInFlight, impl: str) -> None:  # noqa: B027
-        """Keep the local parameters after a send, and subtract its values from the next one.
+        """Keep the local parameters after a send, and subtract the sent values from the next send.
 
-        Else the next encoding, which starts from these parameters, would send them twice.
+        Else the next encoding, which starts from these parameters, would send the values again.
         """
 
 
@@ -502,7 +503,7 @@ class SyncedFragment(SyncedPart):
             self.state.take_back_look_ahead(lr, momentum)
             self.write_local(impl)
         self.state.ended_at, self.state.is_mean = self.state.num_steps, is_mean
-        # Under ``Eager``, the replicas' outer parameters still differ.
+        # Under ``Eager`` the replicas' outer parameters still differ: they must be made equal.
         self.state.equal_at = -1
 
     def squared_norm(self, impl: str) -> Tensor:
@@ -576,7 +577,7 @@ class _Buffer:
 
 
 class SyncedBuffers(SyncedPart):
-    """Floating-point buffers, such as BatchNorm's statistics: averaged, exactly, in fp32."""
+    """Floating-point buffers, such as BatchNorm's statistics: averaged in fp32, unquantised."""
 
     def __init__(self, index: int, model: nn.Module) -> None:
         self._buffers = _floating_buffers(model)

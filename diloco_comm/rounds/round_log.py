@@ -93,8 +93,9 @@ class RoundLog:
     """Keeps the payloads of the latest rounds in host memory, and guards the live outer state.
 
     Args:
-        max_bytes: Most bytes of payloads. A new round replaces the oldest rounds of its fragment.
-            After a round that alone is larger than this, the log is empty.
+        max_bytes: Most bytes of payloads. A new round replaces the oldest rounds of its fragment,
+            and if these are too small, the oldest of other fragments. After a round that alone is
+            larger than this, the log is empty.
         source: Sends outer state and rounds to replicas that join, on another thread. It must know
             when the state changes. None: nobody joins beside training.
     """
@@ -145,7 +146,11 @@ class RoundLog:
             self._source.add(part.index, number, json.dumps(astuple(entry)), kept.payloads)
 
     def _make_room(self, fragment: int, size: int) -> list[_Kept]:
-        """Forget rounds until there is room for ``size`` bytes; return this fragment's rounds."""
+        """Forget rounds until there is room for ``size`` bytes.
+
+        Returns:
+            The forgotten rounds of this fragment.
+        """
         old = []
         while self._rounds and self.num_bytes + size > self.max_bytes:
             # The fragment's own rounds first, as the new round can use their memory.
@@ -236,6 +241,7 @@ def replay(part: SyncedFragment, entry: LoggedRound, payloads: Tensor, impl: str
     terms = list(zip(there, entry.coefficients, strict=True))
     # The operator must write parameters: give it the outer ones, which it then sets to themselves.
     part.state.step(Update(terms, [part.state.outer], layout, entry.outer_lr, impl=impl))
-    # Pieces of later rounds may be copied over the result, so this update cannot be taken back.
+    # The caller may copy pieces that are at other rounds over the result, so this update cannot be
+    # taken back.
     part.state.last_update = None
     part.round, part.history = entry.number + 1, entry.after

@@ -130,7 +130,7 @@ class RoundRunner(ABC):
         """
 
     def flush(self, inner_step: int, num_skipped: int, is_final: bool | None) -> None:
-        """Apply all rounds in flight, then send and apply the training since; a collective call.
+        """Apply all rounds in flight, and send and apply the training since; a collective call.
 
         Args:
             is_final: Whether this ends training; see ``Ending``.
@@ -178,7 +178,7 @@ class RoundRunner(ABC):
     def _stale_parts(self, inner_step: int, ending: Ending) -> list[SyncedPart]:
         """Return the parts with training to send, once all replicas are in this flush.
 
-        Until then, take part in the rounds that others still send.
+        Until then, follow the sends of the other replicas; see ``_follow``.
         """
         while True:
             try:
@@ -323,7 +323,7 @@ class RoundRunner(ABC):
                 self._resets.ship(sent, self._leave_local)
             except Exception as error:
                 failure = error
-            # All workers of a replica must agree on resets before they start the collective.
+            # All workers of a replica must agree on resets before the norms' collective starts.
             if self._resets.is_undecided:
                 return failure
         if self._norms is not None and sent:
@@ -342,7 +342,8 @@ class RoundRunner(ABC):
     def all_workers(self, parts: Iterable[SyncedPart], *, is_idle: bool = False) -> Iterator[None]:
         """Run a block that writes local parameters of these parts, on all workers of the replica.
 
-        If one worker fails, all raise. ``exchange.last_error`` is the block's error, or None.
+        If one worker fails, all raise. ``exchange.last_error`` becomes a copy of the block's
+        SyncError; without an error None, unless ``is_idle``.
 
         Args:
             parts: The parts whose local parameters the block may write.

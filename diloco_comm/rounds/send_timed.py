@@ -79,8 +79,8 @@ class SendTimed(RoundRunner):
     ) -> RoundInFlight:
         last = part.in_flight[-1].work if part.in_flight else None
         keeps_residual = part.buffers is not None and part.buffers.residual is not None
-        # The last round has bad values, but its vote comes later: without them in the residual,
-        # this encoding does not fail, too.
+        # If the last round has bad values, its vote has yet to come. Take them out of the residual,
+        # or this encoding would fail, too.
         if last is not None and keeps_residual and last.has_bad_values():
             _clean_residuals(part)
         return super().send(part, inner_step, num_skipped, weight, kind)
@@ -260,7 +260,8 @@ class SendTimed(RoundRunner):
                 state.num_steps = state.equal_at = max(num_steps for _, num_steps, *_ in views)
                 pasts = sorted({past for past, *_ in views})
                 if part in differing and len(pasts) > 1:
-                    # Histories differ, as some replicas have ended and mixed their step count in.
+                    # Replicas that have ended have mixed their step count into their histories.
+                    # Mix all histories, so that they are equal again.
                     part.history = mixed(*pasts)
                 if has_ended:
                     state.ended_at = state.num_steps

@@ -11,7 +11,7 @@ The layout of a saved state (a ``torch.distributed.checkpoint`` Stateful):
     buffers/<buffer>/<parameter>            momentum and the like, fp32
     flights/<fragment>/<k>/<term>           payloads of rounds under way
     replica_<r>/residual/<parameter>        only with error feedback
-    replica_<r>/reduce_residual/<fragment>  <fragment>.1 for odd rounds when two may be under way
+    replica_<r>/reduce_residual/<fragment>  <fragment>.k for rounds k mod n if n may be under way
     replica_<r>/residual_before, reduce_residual_before     in case the rounds under way are lost
     replica_<r>/own/<fragment>              own numbers of rounds under way and of lost rounds
     replica_<r>/payloads/<fragment>/<k>, corrected/<fragment>/<i>, owed/<parameter>

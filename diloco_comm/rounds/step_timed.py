@@ -24,7 +24,7 @@ class StepTimed(RoundRunner):
 
     On a device, an outer step may be enqueued before the replicas' votes are known; the round is
     *pending* then. The step does nothing if the round is voted down. The host learns the result of
-    the vote, the *verdict*, at the next send of that part.
+    the vote, the *verdict*, at the next send of that part at the latest.
     """
 
     leaves_verdict = True

@@ -166,7 +166,7 @@ class DiLoCo:
 
     @closed
     def __init__(self, model: nn.Module, optimizer: Any, **given: Any) -> None:
-        # Options: each choice by its own name.
+        # Options: objects such as ``Link`` become one value for each of their names.
         chosen = choices_of(arguments.defaults_of(DiLoCo) | given)
         arguments.check_arguments(model, chosen)
         recording.start_if_asked()
@@ -270,7 +270,7 @@ class DiLoCo:
         try:
             self.flush(final=True)
         except NonFiniteError:
-            # The program knows of bad values, and goes on all the same.
+            # The program has caught such an error before, and goes on all the same.
             if not was_caught:
                 raise
         except (PeerLeft, LeftBehind):
@@ -399,7 +399,7 @@ class DiLoCo:
                     # Encode and send what is due; wait for means that are due; outer step on each.
                     self._rounds.exchange_parts(due, self.inner_step, self._skipped.count)
                 is_done = True
-                # Before the callbacks, after which another call may look at everything anew.
+                # Before the callbacks: a call in one of them may set this to 0, which must last.
                 self._next_due = self._plan.next_due(self.inner_step, self._saved_writes)
         except BaseException as error:
             self._next_due = 0
@@ -836,7 +836,7 @@ class DiLoCo:
             self._saved_writes = saved_writes(self.parts)
         if self._rounds.same_data.is_wanted:
             self._rounds.same_data.begin(self.parts, self.inner_step)
-        # If nothing is unsent in the state, the program must load local parameters equal to outer.
+        # Under ``Blocking`` with nothing unsent, the local parameters to load equal the outer ones.
         is_shared = type(self.settings.overlap) is Blocking and self.inner_step > 0
         is_shared &= not restore.has_new and not self._rounds.has_unsent(self.inner_step)
         lost = self._plan.has_own_progress if is_shared else None

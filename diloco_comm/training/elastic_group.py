@@ -194,7 +194,7 @@ class ElasticGroup(Follower):
         self._note(STEPS)
         # Not while the registry does not answer, as the change would have to wait for it.
         rounds.announces_change = driver.is_change_wanted and driver.loss is None
-        # Several workers would need a message in each step to stop at the same one: they go on
+        # Several workers would need a message in each step to stop at the same step: they go on
         # until a round fails.
         return driver.is_broken and self._workers is None
 
@@ -227,7 +227,7 @@ class ElasticGroup(Follower):
         ``attempt`` is called again after each failure that concerns the group.
 
         Raises:
-            ReplicaMismatch: If the members do not let in the key of this newcomer.
+            ReplicaMismatch: If settings differ, or if keys are not let in.
             SyncError: If this replica was asked to leave first.
         """
         results = self._attempt_until_done(attempt, lambda _: ((), 0, False), time.monotonic())

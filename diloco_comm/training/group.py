@@ -92,7 +92,8 @@ class Place:
     """Where the replicas of a group meet, and with which weights they begin.
 
     Attributes:
-        group: The process group of the replicas; None if they meet at a store, or there is one.
+        group: The process group of the replicas; None at a store, with ``Elastic`` or
+            for one replica.
         store: The store at which they meet; None for any other place.
         replica, num_replicas, members, name: See ``StorePeers``.
         init: See ``DiLoCo``.
@@ -246,7 +247,7 @@ class Twins:
 
     def refuse(self) -> None:
         """Raise RuntimeError, at an inner step of this object, if a twin is in use too."""
-        gc.collect()  # An object and the hooks of its optimizer refer to each other.
+        gc.collect()  # A dropped twin and its optimizer's hooks refer to each other.
         self.others = [other for other in self.others if other() in _met]
         if self.others:
             raise RuntimeError(
@@ -489,7 +490,7 @@ class Agreement:
             self._compare_newcomers()
             return self.share_state(inner_step)
         self.fix_weight()
-        # One collective call for both comparisons saves a round trip.
+        # The call that compares ends of training also carries the states, which saves a round trip.
         own = history.standing(self._plan.parts, is_shared=self.is_state_shared)
         views = self._rounds.end_like_others(own)
         if views is None:

@@ -74,7 +74,7 @@ class InnerStates:
         optimizers: The optimizers that were given to ``DiLoCo``.
 
     Attributes:
-        copied_bytes: Bytes of inner state that each newcomer of the last group was given.
+        copied_bytes: Bytes of inner state that the last group gave to each newcomer that took it.
 
     Raises:
         TypeError: If an optimizer has no ``state`` by parameter, as the optimizers of torch have.

@@ -74,7 +74,7 @@ class Plan:
         return any(part.differs_from_local() for part in self.parameter_parts())
 
     def words(self, settings: Settings, inner_step: int) -> list[str]:
-        """Return the settings and the progress so far, for ``repr``."""
+        """Return the settings and the progress so far, for ``repr`` and the log."""
         rounds = sorted({part.round for part in self.parts})
         return [
             f"sync_every={settings.sync_every}",

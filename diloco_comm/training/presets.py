@@ -80,9 +80,9 @@ def eager_diloco(
 ) -> DiLoCo:
     """Give the exchange a whole round, and use the own share at once (arXiv 2502.12996).
 
-    Outer Nesterov 0.2/0.9, 4-bit pseudo-gradients. The learning rate is half of Blocking's, because
-    two rounds are under way; ``docs/measurements/convergence.md`` has the search over rates.
-    Evaluate ``outer_parameters(consensus=True)``, and ``flush()`` at the end.
+    Outer Nesterov 0.2/0.9, 4-bit pseudo-gradients. The learning rate is half of Blocking's best in
+    the search over rates (``docs/measurements/convergence.md``). Evaluate
+    ``outer_parameters(consensus=True)``, and ``flush()`` at the end.
     """
     defaults = {"overlap": Eager(), "outer": Nesterov(0.2, 0.9), "wire": "e3m0"}
     given = with_defaults(defaults, arguments)

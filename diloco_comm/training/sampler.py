@@ -259,7 +259,7 @@ def _are_data_parallel(diloco: Trained, params: list[Any]) -> bool:
     managed = {id(param) for m in sharding.fsdp_modules(diloco._model) for param in m.parameters()}
     meshes = {param.device_mesh for param in params}
     is_fsdp = all(id(param) in managed for param in params)
-    # With tensor parallelism, FSDP shards the first dimension, which HSDP leaves whole.
+    # With tensor parallelism, FSDP shards along the mesh's first dimension; HSDP replicates there.
     copied = {tuple(one.is_replicate() for one in param.placements) for param in params}
     return is_fsdp and len(meshes) == 1 and copied in ({(False,)}, {(True, False)})
 
@@ -435,7 +435,7 @@ class ReplicaSampler(Sampler[int]):
             return
         rest = before.drawn - before.used(own.inner_step, self._batches_per_step)
         if rest < 0 and before.rest:
-            # More steps than an epoch has batches for: a loop that counts on.
+            # The steps have used more batches than the epoch had: the loop counts on.
             self._counts_on, rest = True, rest + before.rest
         if 0 < rest < self._batches_per_step:
             own.before, own.rest, before.before = before, rest, None
@@ -450,7 +450,9 @@ class ReplicaSampler(Sampler[int]):
             return
         own.is_known = True
         if own.taken == own.end or self._now() != own.inner_step + 1:
-            return  # The loader could not be ahead as far as before.
+            # At the end of the data the loader is less far ahead than usual; after two steps the
+            # batches of the first are not known.
+            return
         ahead = own.drawn - self._batches_per_step
         if own.rest:
             self._counts_on = ahead < self._ahead

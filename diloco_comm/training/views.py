@@ -138,7 +138,7 @@ class ElasticTraining:
         self._failed: list[tuple[SyncedPart, int]] = []
         # Whether the last step may have applied the last round of this view.
         self._may_be_boundary = False
-        # Whether the step before was interrupted; always False with several workers.
+        # Whether the step before has raised, as by a Ctrl-C; always False with several workers.
         self._is_late = False
 
     @property
@@ -231,7 +231,7 @@ class ElasticTraining:
 
     @property
     def has_group_state(self) -> bool:
-        """Whether all members have begun from one member's state, or from one's checkpoint."""
+        """Whether this view goes on from an earlier view, or from a member's checkpoint."""
         view = self.group.view
         is_begin = view is not None and view.source is not None
         return not is_begin or self.group.first_step >= 0
@@ -348,7 +348,7 @@ class ElasticTraining:
             change, seal = partial(self._change, diloco), partial(self._seal, diloco)
             self.group.go_on(change, seal, error, began)
         except NonFiniteError:
-            # Only an unreported skip: the view has begun.
+            # The error is of a round that was skipped earlier: the view has begun.
             self._loop.take(Event.VIEW_BEGUN)
             raise
         self._loop.take(Event.ASKED_TO_LEAVE if self.group.is_done else self._repetition.event)
@@ -414,7 +414,7 @@ class ElasticTraining:
             raise
 
     def _seal(self, diloco: Trained, is_patient: bool) -> tuple[Positions, int, bool]:
-        """End the rounds of the present view for good; see ``elastic_group.Seal``."""
+        """End the rounds of the present view for good; see ``follower.Seal``."""
         exchange, rounds = diloco.exchange, diloco._rounds
         unsettled = self.group.unsettled
         if unsettled is not None:

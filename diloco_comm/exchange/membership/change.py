@@ -30,8 +30,8 @@ from .own_link import Dial
 Groups = list[dist.ProcessGroupGloo] | list[_C.LinkGroup]
 
 # Seconds between two probes of an idle connection, and after how many unanswered probes the kernel
-# ends the connection; Linux allows no more. So that takes an hour: the probes only keep connections
-# alive, and dead members are noticed otherwise.
+# ends the connection; Linux allows no more. So that takes an hour: the probes only keep idle
+# connections alive, and dead members are noticed by their missing beats.
 _PROBE_S, _PROBES = 30, 127
 # Longest seconds in which the members of an epoch must connect, over the link and over gloo. Hosts
 # that reach each other take milliseconds. Connecting over gloo cannot be stopped early.
@@ -65,8 +65,8 @@ class Repair:
         fragment, round: Index of the fragment, and number of the round.
         terms: The mean, laid out as ``layout``.
         layout: The layout of a mean in the group of that round.
-        headers: The headers of that group, in rank order; only the own header where an exchange
-            on streams was given up before the others came.
+        headers: The headers of that group, in rank order; only the own header if an exchange
+            on streams (NCCL) was given up before the other headers arrived.
         digest: Digest of the payloads.
     """
 
@@ -89,7 +89,7 @@ class Change(Protocol):
     Attributes:
         members: The numbers of all replicas of the next epoch, rising.
         token: The unique name of the attempt, equal on all members.
-        store: The store at which gloo groups and devices connect, under a prefix of this attempt;
+        store: The store at which gloo groups and NCCL connect, under a prefix of this attempt;
             None over the link. Reading this raises SyncError if the store does not answer.
         ways: In rank order, ``OwnLink.ways`` of each member's worker that is the peer of this one;
             () if the exchange does not travel over the link.
@@ -105,7 +105,7 @@ class Change(Protocol):
     def ways(self) -> Sequence[Mapping[str, str]]: ...
 
     def guard(self, seal: Callable[[], None], epoch: Callable[[], int]) -> None:
-        """Take two functions, for any thread: one ends the present epoch, one returns its number.
+        """Take two functions, callable on any thread: one ends the epoch, one returns its number.
 
         The agreement calls ``seal`` when rounds under way are to fail.
         """
@@ -207,7 +207,7 @@ def missed_in(member: Member, fragments: Sequence[int], decision: Positions) -> 
     """Return the rounds that count and that this replica has yet to apply.
 
     Args:
-        fragments: For each stream of the decision, the index of its fragment.
+        fragments: For each stream (``group.streams``) of the decision, the index of its fragment.
         decision: The rounds that count.
     """
     missed: list[Round] = []

@@ -44,22 +44,26 @@ logger = logger_of(__name__)
 
 # Seconds between two polls of the driver.
 PERIOD_S = 0.25
-# A change fails if the store is silent for so many seconds; stores answer in milliseconds.
+# A change fails if the store is silent for so many seconds, or for the timeout if that is shorter;
+# stores answer in milliseconds.
 STORE_LIMIT_S = 10.0
 # Callers that demand different members are an error only after so many seconds: callers that try
 # again with other members do so one after the other.
 _MISMATCH_PATIENCE_S = 3.0
-# Seconds for which a replica that is about to raise still tells the others its demand.
+# Seconds for which a replica that is about to raise still tells the others its demand, or waits to
+# hear whether the others went on without this replica.
 _LINGER_S = 1.0
-# If this process was suspended, at most so many seconds of that time are counted.
+# At most so many seconds count between two polls: in longer ones this process was suspended.
 _LONGEST_LOOK_S = 2.0
 # Seconds for which the connection to the store is broken before that is logged.
 _LOST_S = 1.0
-# Seconds more to wait for other members that also fail to connect, and may know why.
+# Most seconds beyond ``report_patience`` to wait for other members that also fail to connect, and
+# may know why.
 _CONNECT_S = 12.0
 # Cut pairs are reported once they have stayed the same for so many seconds: members may find more.
 _CUTS_S = 2.0
-# In the first seconds, a silent process is not called missing: it may have come just now.
+# For so many seconds after a failure to connect, only dead processes are called missing: a
+# suspected one may have come just now.
 _BEATS_S = 1.0
 # Advice in the error of a replica that was left behind.
 WAY_BACK = 'may come back as a newcomer: close this DiLoCo, then make a new one with init="join"'
@@ -68,7 +72,7 @@ Wait = Callable[[], tuple[float, tuple[int, ...]]]
 
 
 class FixedDriver(group.Driver):
-    """Carry out the decisions of the core for a member of a fixed group.
+    """Carry out the decisions of the core (``group.agreement``) for a member of a fixed group.
 
     Args:
         arguments, options: As for ``group.driver.Driver``.
@@ -92,7 +96,7 @@ class FixedDriver(group.Driver):
         # their number when the table has answered last.
         self._ran_s = self._answered_s = 0.0
         self._demanded_at = time.monotonic()
-        # Where the store is, for people.
+        # The store's address, for the log.
         self.place = ""
         # Why the rounds of the present record were broken off.
         self.cause = ""
@@ -138,7 +142,7 @@ class FixedDriver(group.Driver):
     def _note_cuts(self) -> None:
         """Publish which members this process cannot reach, while the group changes.
 
-        The training thread may still be trying to connect to them.
+        The training thread cannot do this: it may still be trying to connect to them.
         """
         state, lost = self.state, self.state.life.dead | self.state.life.suspected
         is_changing = state.demand is not None or state.stage in (Stage.SEALING, Stage.SEALED)
@@ -149,7 +153,7 @@ class FixedDriver(group.Driver):
                 self._step(st.Broke(state.number, cut))
 
     def _break_off_silent_round(self) -> None:
-        """Let rounds under way fail if a member has ended, or is not heard any more."""
+        """Let rounds under way fail if a member has ended, or is not heard or reached any more."""
         self._tell_of_lost_store()
         if not self._is_busy():
             self._busy_since = 0.0
@@ -161,8 +165,8 @@ class FixedDriver(group.Driver):
         cut = [key for key in self.signs.unreachable(self._base()) if key.nonce not in lost]
         is_inside = self.state.stage in (Stage.TRAINING, Stage.SEALING)
         if (lost or cut) and is_inside and now - self._busy_since > 2 * self._period_s:
-            # A member that is only cut off still beats in the table; one that stands still does
-            # not.
+            # A member that is only cut off from this process still beats in the table; a hanging
+            # member does not.
             away = {key.nonce for key in cut if self.signs.beats(key)}
             quiet = lost - life.dead | {key.nonce for key in cut} - away
             silent = [key.number for key in self._base() if key.nonce in quiet]
@@ -205,7 +209,7 @@ class FixedDriver(group.Driver):
 
     def _words_of_difference(self, other: int, shown: str) -> str:
         own, theirs = _texts_of(self._shown), dict[str, str]()
-        # A peer may send anything.
+        # A peer may send a text that is no JSON object.
         with suppress(ValueError, TypeError, AttributeError, RecursionError):
             theirs = _texts_of(shown or "{}")
         number = self.state.key.number
@@ -266,7 +270,8 @@ class FixedGroup(Follower):
         self._cuts: list[tuple[int, int]] = []
         self._cuts_since, self._refusal = 0.0, ""
         self._attendance = Attendance(())
-        # For each other process with this replica's number: the counter of its first beat here.
+        # For each other process with this replica's number: the counter in the first of its beats
+        # that this process has read.
         self._first_counters: dict[bytes, int] = {}
         # The peers of this worker in the present record: process, and nonce of its link.
         self._peers: tuple[tuple[Key, str], ...] = ()
@@ -275,7 +280,7 @@ class FixedGroup(Follower):
 
     @property
     def driver(self) -> FixedDriver | None:
-        """The driver of the agreement; None at workers other than 0, and before the first group."""
+        """The driver of the agreement; None at workers but 0, and before the first ``change``."""
         return self._driver
 
     # ------------------------------------------------------------------------------ changing
@@ -602,7 +607,7 @@ class FixedGroup(Follower):
         return dist.PrefixStore(f"groups/{attempt_text(chosen.name)}", self._store)
 
     def _epoch_of(self, record: Record) -> Epoch:
-        # Where the group is founded, nobody has joined: there is no outer state to copy yet.
+        # Founders copy no outer state, as there is none yet: name none of them as joined.
         epoch = super()._epoch_of(record)
         if record.source is None or self._joins:
             return epoch

@@ -43,7 +43,8 @@ Attempt = Callable[["GroupChange"], T]
 Seal = Callable[[bool], tuple[Positions, int, bool]]
 # Seconds between two calls in which the workers of a replica hear from worker 0.
 HEAR_S = 1.0
-# Seconds to wait for the addresses of a member whose beat this process has not read yet.
+# Most seconds to wait for the addresses of a member whose beat this process has not read yet, and
+# seconds between two looks.
 _PLACES_S, _POLL_S = 5.0, 0.02
 
 
@@ -160,7 +161,7 @@ class GroupChange:
         self._group.guard(seal, epoch)
 
     def is_void(self) -> bool:
-        """Whether another attempt has begun; see ``Change``."""
+        """Whether a further order has ended this attempt; see ``Change``."""
         return self._group.is_void(self.chosen.name)
 
     def entered(self, failure: SyncError | None) -> Agreed:
@@ -176,7 +177,7 @@ class Follower:
         workers: The workers of this replica; None if this one is alone.
         share: This object's share of the link of this process.
         name: The name of this object's messages on the link, equal on all replicas.
-        uses_store: Gloo groups, or devices, connect at a store.
+        uses_store: Gloo groups, and NCCL, connect at a store.
 
     Attributes:
         replica: This replica's number; -1 before it is known.
@@ -264,7 +265,7 @@ class Follower:
         finally:
             self._note(before)
             if driver is not None and driver.waits_since and phase != EXCHANGE:
-                # This replica has waited for nobody in the block.
+                # In the block this replica waited for nobody: count its wait from now on.
                 driver.waits_since = time.monotonic()
 
     def _note(self, phase: str) -> None:
@@ -325,7 +326,8 @@ class Follower:
                 continue
             except BaseException:
                 if change.record is None:
-                    # Such as a Ctrl-C: groups of this attempt may exist, and cannot be made twice.
+                    # A Ctrl-C, for example. Groups of this attempt may exist, and cannot be made
+                    # twice: the attempt has failed.
                     self._is_interrupted(chosen)
                 self._broke(change.record, None)
                 raise
@@ -449,7 +451,7 @@ class Follower:
 
         Raises:
             Void: If the attempt fails.
-            ReplicaMismatch: If a member does not let in the key of this newcomer.
+            ReplicaMismatch: If this newcomer does not let in the key of a member.
             SyncError: If the members have agreed, but a worker of this replica is not connected.
         """
         cut = self._cut_off(chosen, failure)
@@ -536,7 +538,7 @@ class Follower:
         """Note that the decision of the last agreement is applied."""
         self._unsettled = None
 
-    # --------------------------------------------------- for groups whose membership changes so
+    # --------------------------------------------------------------------- hooks of subclasses
 
     def _awaited(self, waiting: str) -> str:
         """Return words for the log about this wait; "" to log nothing.
@@ -590,7 +592,7 @@ def way_of(share: LinkShare) -> Way:
 
 
 def are_keys_refused(error: SyncError | None, replica: int) -> bool:
-    """Whether connecting failed as ``replica`` refuses a member's key, or a member refuses its."""
+    """Whether connecting failed because ``replica`` does not let in the key of a member."""
     if error is None or error.stage != "connect":
         return False
     return any(replica in pair for pair in error.cuts)

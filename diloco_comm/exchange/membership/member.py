@@ -219,7 +219,7 @@ class Member:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last exchange failed; a NonFiniteError is none, as the group goes on."""
+        """Whether the last exchange failed; not after a NonFiniteError, as the group goes on."""
         return not isinstance(self.last_error, NonFiniteError | None)
 
     @property
@@ -230,7 +230,7 @@ class Member:
         """Whether exchanges are under way; from any thread."""
         try:
             return self._is_sending_blob or not self.is_idle
-        except RuntimeError:  # Buffers were made meanwhile.
+        except RuntimeError:  # Another thread made buffers meanwhile: the set has changed.
             return True
 
     def wait(self) -> tuple[float, tuple[int, ...]]:
@@ -241,7 +241,7 @@ class Member:
         Returns:
             Seconds, 0 without a wait; and the numbers of the replicas, () if these are not known.
         """
-        with suppress(RuntimeError):  # Buffers were made meanwhile.
+        with suppress(RuntimeError):  # Another thread made buffers meanwhile: the set has changed.
             for round in [round for buffers in self._all_buffers for round in buffers.rounds]:
                 since, job = round.waits_since, round.job
                 if since and job is not None:
@@ -280,8 +280,8 @@ class Member:
 
         Args:
             blob: Any bytes.
-            is_end: This replica calls ``flush``; where others train on, they learn this from
-                ``ReplicaMismatch.ended``.
+            is_end: This replica calls ``flush``. If other replicas train on, this one is in the
+                ``ended`` of their ReplicaMismatch; see there.
         """
         if self.size == 1:
             self.engine.check_process()

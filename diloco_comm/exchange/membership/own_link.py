@@ -92,7 +92,7 @@ class OwnLink:
         choices = advertise, None if keys is None else keys.seed, relay, proxy
         with _sharing:
             if listen in _shared:
-                gc.collect()  # A dropped object and the hooks of its optimizer refer to each other.
+                gc.collect()  # A dropped object, in a cycle with its hooks, ends its share.
             if listen not in _shared:
                 _shared[listen] = _Shared(cls(listen, advertise, keys, relay, proxy), choices)
             shared = _shared[listen]

@@ -32,7 +32,7 @@ T = TypeVar("T")
 _NONCE_BYTES = 16
 # The table keeps the names of at most so many processes that beat.
 _MOST_NAMES = 1024
-# Parts of a key that torch adds for the default group, and that this package adds.
+# Parts of a key that torch adds for the default group, or this package: no part of a run's name.
 _OF_GROUPS = re.compile(r"\bdefault_pg/0//|\bdiloco[_-]comm/(named/|[0-9a-f]{32}/)?")
 _LONGEST_RUN = 100
 # A process that has not beaten for so many seconds is removed from the list of names. If it lives,
@@ -59,7 +59,8 @@ class StoreTable:
         self._store, self._is_own = store, False
         self._run, self._posts_as = run, ""
         self._id = b""
-        # A connection that has broken never connects again, and torch logs each call.
+        # The error that ended the use of the store. A broken connection never connects again, and
+        # torch would log each further call.
         self._loss: TableAway | None = None
         # The last beat of each process, and when this beat was read first.
         self._read: dict[str, tuple[bytes, float]] = {}
@@ -250,7 +251,8 @@ def _swapped(store: dist.Store, key: str, old: bytes, new: bytes) -> bytes:
 
 # ----------------------------------------------------------------- names that replicas wait at
 
-# So many looks in a row, a second apart, must find that another replica has renewed its name.
+# An error is raised after so many looks, a second apart, that found a new beat of a replica waiting
+# for this one at another name.
 _RISES = 3
 _PERIOD_S = 1.0
 
@@ -323,7 +325,7 @@ def _key(member: int) -> str:
 # ------------------------------------------------------------------------- stores of groups
 
 _POLL_S = 0.001
-# For so many seconds of a group's first broadcast, a replica looks at the names of the others.
+# During the broadcast of the prefix, a rank looks at the others' names for so many seconds at most.
 _NAMES_S = 60.0
 
 
@@ -333,7 +335,7 @@ def store_of_group(
     """Return the store of a group with a prefix on which its ranks agree, own rank, and size.
 
     With the default name this is a collective call: rank 0 draws the prefix and broadcasts it
-    through the group. Any other name is the prefix itself, and ranks may call in any order.
+    through the group. With any other name the prefix is fixed, and ranks may call in any order.
     """
     if group is None:
         group = dist.group.WORLD

@@ -16,7 +16,8 @@ from .own_link import OwnLink
 
 _POLL_S = 0.02
 _MANY = 1 << 62
-# A living peer that has closed a connection has so many seconds more to say in its beat why.
+# A living peer that has closed a connection has so many seconds beyond the patience to publish a
+# beat that says why: the peer has left, or is CHANGING.
 _CLOSED_S = 1.0
 _SEALED = "a change of the group has begun"
 
@@ -57,7 +58,7 @@ class Verdict:
         return {*self.left, *self.ended, *self.silent}
 
     def with_cuts(self, cuts: Iterable[tuple[int, int]]) -> Verdict:
-        """Return this verdict with these cut pairs, and with the survivors that follow."""
+        """Return this verdict with these cut pairs, and the survivors that follow from them."""
         alive = [number for number in self.members if number not in self.gone]
         pairs = sorted(pair for pair in cuts if {*pair} <= {*alive})
         return replace(self, cuts=tuple(pairs), survivors=tuple(largest_group(alive, pairs)))
@@ -126,7 +127,7 @@ def judge(
     error: SyncError,
     patience: float,
 ) -> Verdict:
-    """Find out which members are missing after a failure; wait ``patience`` seconds at most.
+    """Find out which members are missing after a failure.
 
     Args:
         peers: For each member, its process and the nonce of the link of this worker's peer there.
@@ -134,7 +135,8 @@ def judge(
         link: The link of this worker.
         driver: The driver at worker 0; None at other workers, which judge by the link alone.
         error: The failure.
-        patience: Seconds.
+        patience: Most seconds to wait for signs of life. A member that has closed a connection has
+            ``_CLOSED_S`` more.
     """
     began = time.monotonic()
     members = tuple([key.number for key, _ in peers])
@@ -162,8 +164,8 @@ def judge(
             elif not life.silent_s < elapsed:
                 open_.append(key)
             elif key.number in error.missing and key not in has_failed:
-                # This living member has closed a connection: wait until its beat says that it has
-                # stopped, too.
+                # This living member has closed a connection: wait for a beat that says why. It has
+                # left, or is CHANGING.
                 closed.append(key)
         is_over = elapsed >= patience + (_CLOSED_S if closed and driver is not None else 0.0)
         if not (open_ or closed) or is_over or (elapsed >= patience and not closed):
@@ -221,7 +223,11 @@ def _pair(one: int, other: int) -> tuple[int, int]:
 
 
 def _that_have_failed(driver: Driver | None) -> set[Key]:
-    """Return the members whose beats say that they have stopped in this record."""
+    """Return the processes whose beats say CHANGING.
+
+    Their training threads were told to stop for good in their record, or have stopped, and wait for
+    the next record.
+    """
     beats = {} if driver is None else driver.beats or {}
     return {key for key, beat in beats.items() if beat.stage == CHANGING}
 
@@ -231,7 +237,7 @@ def _that_have_left(driver: Driver) -> set[Key]:
 
 
 def _told_cuts(driver: Driver | None, others: dict[Key, str]) -> set[tuple[int, int]]:
-    """Return the pairs of numbers that cannot reach each other, as members' places say."""
+    """Return the pairs of numbers that cannot reach each other, as members' fresh beats say."""
     if driver is None:
         return set()
     numbers = {key.nonce: key.number for key in others}

@@ -89,7 +89,7 @@ class Connections:
         self._jobs: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._free_events: list[torch.Event] = []
         # A flag that the device reads before and after each vote. ``abort`` sets the flag first, so
-        # the device never takes the leavings of an aborted collective for a result.
+        # the device never takes what an aborted collective has left in memory for a result.
         self._given_up = page_locked(1, torch.int64)
 
     def take_event(self) -> torch.Event:
@@ -230,7 +230,9 @@ class Connections:
         return all(job.is_done or job.has_votes for job in list(self._jobs))
 
     def _send_chunk(self, group: dist.ProcessGroup, received: Tensor, own: Tensor) -> dist.Work:
-        """Send each rank its run of a chunk, ``own``; the runs of this rank come to ``received``.
+        """Send each rank its run of the chunk ``own``.
+
+        ``received`` gets, from all ranks, the run of the chunk that this rank averages.
 
         Returns:
             The work of the collective.

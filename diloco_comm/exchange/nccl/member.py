@@ -123,7 +123,10 @@ class StreamMember(Member):
         return round
 
     def _weights_of(self, header: Header) -> list[float]:
-        """Return the weights of all ranks in a round; exchange them unless they are fixed."""
+        """Return the weights of all ranks in a round; exchange them unless they are fixed.
+
+        In an ``all_reduce`` all weights are 1.
+        """
         weights = self.fixed_weights if header.kind != "all_reduce" else [1.0] * self.size
         if weights is None:
             own = json.dumps(header.weight).encode()

@@ -192,7 +192,7 @@ class StreamJob:
         elif time.monotonic() - self._begin > self.driver.timeout:
             self._fail("SyncError", f"not done after {self.driver.timeout:g} s")
         elif not self.has_votes and (failure := self.driver.engine.dead_failure) is not None:
-            # The engine's epoch has ended: a change of the group, or a replica lost elsewhere.
+            # The engine's epoch has ended: by a change of the group, or in another exchange.
             self._fail("SyncError", self._ended(failure.message), missing=failure.missing)
 
     def _count_votes(self) -> None:
@@ -322,7 +322,7 @@ class StreamDriver(Connections):
         self.max_blocks = side_blocks(device)
         self._encoded: list[torch.Event] = []
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
-        self._values = torch.empty(0, dtype=torch.float32, device=device)  # between two wires
+        self._values = torch.empty(0, dtype=torch.float32, device=device)  # a decoded mean
         self._works: dict[tuple[str, int], dist.Work] = {}
         self._num_votes = 0
 
