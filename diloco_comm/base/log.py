@@ -8,9 +8,9 @@ Layout, little endian::
 
 A record's checksum covers its magic and numbers, so a changed length is noticed, and not taken for
 a record that the file's end cut off. The digest covers the record and the digest before it, so the
-reader notices a record that is missing, repeated or moved. The seed is random, and the key of all checksums and digests: no head or
-body can hold bytes that look like a record. A record does not end with a zero, so zeros at the end
-of a file belong to no whole record.
+reader notices a record that is missing, repeated or moved. The seed is random, and the key of all
+checksums and digests: no head or body can hold bytes that look like a record. A record does not end
+with a zero, so zeros at the end of a file belong to no whole record.
 
 ``confirmed`` is the offset up to which the file was on the disk (fsync) before the record was
 written. Bytes before that offset cannot get lost; a loss of power may leave zeros in any sector

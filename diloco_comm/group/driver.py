@@ -34,25 +34,30 @@ logger = logger_of(__name__)
 _LATE = 3.0
 # Seconds between two log lines that name the members for which this process waits.
 _LINE_S = 60.0
-# A process reads the table every _LOOK_S times the number of beats, at least so often.
+# A process reads the table every ``_LOOK_S`` seconds times the number of processes that beat, and
+# at the latest every ``_LONGEST_LOOK_S`` seconds; see ``look_s``.
 _LOOK_S, _LONGEST_LOOK_S = 1 / 32, 5.0
-# For so many seconds this process tries again where the table refuses its key: it may be allowed.
+# For so many seconds this process tries again where the table refuses its key: somebody may allow
+# the key meanwhile.
 _KEY_WAIT_S = 10.0
 # Seconds that one call of ``link.told`` waits for messages.
 _LISTEN_S = 0.5
-# In the first seconds of a wait ``wait`` names nobody: what is known of the others is that old.
+# In so many first seconds of a wait, ``Driver.wait`` names nobody: the last news of the others may
+# be that old.
 _SOON_S = 2.0
-# A process that waits for others to come reads the table again after so many seconds, and each time
-# after that many times the seconds before.
+# A process that waits for others to come reads the table after pauses that begin at about
+# ``_HASTE_S`` seconds. Each is ``_HASTE_GROWTH`` times the one before, up to the period of polls.
 _HASTE_S, _HASTE_GROWTH = 0.005, 1.5
 # Messages that may wait for the driver; more are dropped, and their senders repeat them.
 _MOST_HEARD = 4096
-# So many frames of processes without a known beat are kept until the table is read.
+# So many frames of processes without a known beat are kept until the table is read, and so many
+# frames that the link could not send.
 _MOST_UNKNOWN = 64
 # Seconds to wait for another process's settings, to name the setting that differs.
 _ASK_S = 3.0
 # The kind of a frame, in the byte behind the sender's nonce: a message of the agreement, a request
-# for settings, the settings, the last frame of a process, the members of an attempt without you.
+# for settings, the settings, the last frame of a process, the members of an attempt that leaves the
+# receiver out.
 _MESSAGE, _ASK, _SHOWN, _LEFT, _WITHOUT = range(5)
 # The longest settings that are read, in bytes.
 _MOST_SHOWN = 1 << 20

@@ -117,8 +117,8 @@ def proxy_of(text: str | None) -> Proxy | None:
     """Return the parts of ``http://host:port`` or ``socks5://host:port``; None for None.
 
     ``user:password@`` may stand before the host; other characters than letters, digits and
-    ``-._~`` are written there as ``%`` and two hexadecimal digits. If the text has a user alone, the
-    password comes from the environment, where no character is written in that way.
+    ``-._~`` are written there as ``%`` and two hexadecimal digits. If the text has a user alone,
+    the password comes from the environment, where no character is written in that way.
 
     Raises:
         ValueError: If the text is not of that form; the message has no password.

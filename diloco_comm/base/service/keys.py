@@ -346,13 +346,14 @@ def _public_files(folder: Path) -> list[Path]:
 
 
 class Allowed:
-    """The keys of one kind in a folder as it is now: the folder is looked at once a second.
+    """The keys of one kind in a folder as it is now: ``present`` looks at most once a second.
 
     A file that is gone loses its keys at the next look: ``stat`` needs no descriptor, so strangers
     that use up the descriptors of a server hold no removal up. A new file, or a changed one, waits
     until this process has a descriptor. A file that cannot be read keeps its last keys, and no
-    other file waits for that one; a file with damaged keys loses them. If the folder itself is gone or unreadable, all last keys stay. A
-    file or a folder that others may change keeps its last keys, too.
+    other file waits for that one; a file with damaged keys loses them. If the folder itself is gone
+    or unreadable, all last keys stay. A file or a folder that others may change keeps its last
+    keys, too.
 
     Args:
         folder: With a file ``NAME.key`` for each client.

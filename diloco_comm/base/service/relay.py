@@ -159,7 +159,7 @@ class Relay:
         self._most, self._num_held, self._is_full = most, 0, False
         self._seats: dict[bytes, _Seat] = {}
         self._calls: dict[bytes, _Call] = {}
-        # The strangers, numbered by age, and the choice of the one that is closed first.
+        # The strangers, numbered by age, and the choice of the stranger that is closed first.
         self._strangers: dict[int, _Stranger] = {}
         self._choice, self._numbers = _C.Strangers(), itertools.count(1)
         self._reserve = _C.Reserve()

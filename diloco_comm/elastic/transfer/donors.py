@@ -190,7 +190,8 @@ class Donor:
     ) -> bool:
         """Send a request; return whether it was sent.
 
-        It is not while the link has no connection, or shortly after an answer without a body.
+        No request is sent while the link has no connection, or shortly after an answer without a
+        body.
 
         Args:
             wanted: The request.
@@ -216,7 +217,8 @@ class Donor:
     def take(self, number: int, head: bytes, body: Tensor) -> bool:
         """Handle the answer to request ``number``; return False if this donor has no such request.
 
-        An empty head says that the connection has ended, or that nobody serves there.
+        The head is empty if the connection ended before the whole answer had arrived, nobody serves
+        there, the body is longer than accepted, or the donor had no memory for the answer.
         """
         asked = self._open.pop(number, None)
         if asked is None:
