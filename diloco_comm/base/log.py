@@ -356,7 +356,8 @@ class Log:
         """Whether the record at ``end`` is the next one, and holds a sector of zeros."""
         if found is not None:
             return found.sequence == self._sequence and self._has_lost_sector(found.record)
-        # The zeros begin within the header: at a sector, or where the file ended at the last fsync.
+        # Lost bytes read as zeros from within the header on: from the begin of a sector, or from
+        # where the file ended at the last fsync.
         begin = self.end + len(self._pread(self.end, _HEADER).rstrip(b"\0"))
         sector = -(-begin // _SECTOR) * _SECTOR
         zeros = self._pread(begin, sector + _SECTOR - begin)

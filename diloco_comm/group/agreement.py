@@ -806,7 +806,7 @@ def _tell_leader(turn: Turn, leader: Key | None) -> None:
 
 def _ask_for_boundary(turn: Turn) -> None:
     """Ask, once in a record, for a boundary when a process is to join or to leave (rule 9)."""
-    # A table that has lost the record cannot change it: nobody can join or leave.
+    # Where the table has lost the entered record, no swap succeeds: nobody can join or leave.
     if turn.state.is_pending or turn.state.has_lost_record:
         return
     roster = Roster(turn.state)

@@ -167,8 +167,8 @@ class Driver:
         # A refusal or failure to report once another process has shown its settings, the time at
         # which this process reports without them, and that other process.
         self._refused: tuple[st.Refuse | st.Fail, float, Key] | None = None
-        # Frames that the link could not send, by receiver and kind; and the time until these and
-        # the look at the table are tried again.
+        # Frames that the link could not send, by receiver and kind. Then the present pause in
+        # seconds, and the time at which these frames are sent, and the table is read, again.
         self._unsent: dict[tuple[bytes, int], bytes] = {}
         self._haste_s, self._haste_at = _HASTE_S, time.monotonic()
         # Frames of processes whose beats are yet to be read.
@@ -211,7 +211,7 @@ class Driver:
 
     def _order_again(self, event: st.Broke | st.Boundary | st.Demanded) -> None:
         """Give the present orders again: a Ctrl-C may have lost one that was taken."""
-        # The driver's thread may go on meanwhile.
+        # Read once: the driver's thread may replace the state meanwhile.
         state = self.state
         record, joint = state.record, state.joint
         number = -1 if isinstance(event, st.Demanded) else event.number

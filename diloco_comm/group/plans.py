@@ -209,7 +209,7 @@ def _continue(state: State, roster: Roster, record: Record) -> Plan:
     limit, group = state.settings.suspect_after, roster.connected(roster.here)
     patience, reason = _patience(state, roster, record, group)
     if state.key not in group:
-        # The largest group goes first.
+        # Let the largest group propose first.
         patience += 2 * limit
         group = sorted([state.key, *roster.reaching([state.key], set(roster.here) - {state.key})])
     if not set(group) & set(roster.holders):

@@ -88,7 +88,7 @@ class Signs:
         self._lives: dict[bytes, _C.PeerLife] = {}
         self._unheard: frozenset[bytes] = frozenset()
         self._ended: set[bytes] = set()
-        # Members that live, and have kept this process waiting for too long.
+        # Members that live, and have kept this process waiting for ``_busy_limit_s`` or longer.
         self._stuck: set[bytes] = set()
         # The last inner step of each process that has said that it ends.
         self._left: dict[bytes, int] = {}

@@ -357,7 +357,7 @@ Action = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of a group, fixed before start; only ``allows_rollback`` may differ by member.
+    """The options of a group, fixed before start. Members compare ``digest`` alone.
 
     Attributes:
         run: Name of the training run.

@@ -247,8 +247,8 @@ class WarmupCosine:
     the first round of a fragment; every fragment goes through the whole schedule by its own rounds.
     The first round has ``peak / warmup_rounds`` (``peak`` without a warm-up), round
     ``warmup_rounds - 1`` has ``peak``, and round ``total_rounds - 1`` and all later ones have
-    ``final``. A schedule holds no state: it is a function of the round alone, which a saved state
-    and a joining replica bring along.
+    ``final``, also where that is the first round. A schedule holds no state: it is a function of
+    the round alone, which a saved state and a joining replica bring along.
 
     Attributes:
         peak: Largest learning rate.
@@ -731,7 +731,7 @@ class _TorchState(OuterState):
 def _led(rates: Sequence[float], first: float) -> list[float]:
     """Return the learning rates of an optimizer's groups after the first group's becomes ``first``.
 
-    The other groups keep their ratio to the first group.
+    The other groups keep their ratio to the first group; if its rate was 0, all become ``first``.
     """
     lead = rates[0] if rates else 0.0
     return [first if rate == lead or not lead else rate * (first / lead) for rate in rates]

@@ -231,7 +231,7 @@ class Settings:
 Config = Mapping[str, Any] | str | os.PathLike[str]
 
 
-# Arguments that may be None.
+# Arguments for which None is a choice, so that ``UNSET`` says that they were not given.
 _OPTIONAL = ("max_skipped",)
 
 

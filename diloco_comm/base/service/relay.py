@@ -43,8 +43,8 @@ PING_S = 10.0
 # Seconds for the first record, for the answer to a call, and for the second half of a pair after
 # the first half has ended.
 _RECORD_S, _CALL_S, _HALF_S = 5.0, 10.0, 30.0
-# Seconds to wait where no descriptor is left, and no stranger has one; and between two looks at
-# whether the reserve of descriptors is full.
+# Seconds to wait where no descriptor is left, and no stranger has one; and between two refills of
+# the reserve: descriptors that are kept back to accept connections when no other is left.
 _ACCEPT_PAUSE_S, _RESERVE_S = 0.1, 1.0
 # Error numbers where this process, or this machine, has no descriptor or no memory left.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -52,7 +52,7 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _LOOK_S = 1.0
 # The most connections that wait in the kernel until this process accepts them.
 _BACKLOG = 4096
-# Bytes of a pair that the relay holds, in each direction.
+# The most bytes of a pair that the relay holds, in each direction.
 _BUFFER_BYTES = 128 * 1024
 # The most calls that a seat has not been told of, and that a process answers at a time.
 _MOST_CALLS, _MOST_ANSWERS = 1024, 64
