@@ -64,6 +64,8 @@ class Why(IntEnum):
 class Here:
     """The sender has stopped in its base, or its caller demands these members.
 
+    It also answers a PREPARE of another base or table than the sender's.
+
     Attributes:
         base: Number of the record that the sender has entered; NO_RECORD for a newcomer.
         base_hash: Hash of that record.

@@ -107,7 +107,7 @@ class Roster:
             self.leaving = [key for key in self.leaving if key not in self.here]
 
     def lives(self, key: Key) -> bool:
-        """Whether a process may live: by the link for a member, by its beats for others."""
+        """Whether a process may live: between members by the link, else by its beats."""
         state = self._state
         if key == state.key:
             return True

@@ -366,7 +366,7 @@ def advance(before: State, snapshot: Snapshot, now: float) -> State:
 
 
 def _ended_runs(before: State, runs: Mapping[str, Run], now: float) -> dict[str, Run]:
-    """Return the runs without a message, for ``FORGET_S``, and as far as others leave room."""
+    """Return the runs that ended at most ``FORGET_S`` ago, as far as present runs leave room."""
     found: dict[str, Run] = {}
     room = MAX_PROCESSES - sum(len(run.processes) for run in runs.values())
     for name in sorted(before.runs.keys() - runs.keys()):

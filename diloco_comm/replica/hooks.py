@@ -285,6 +285,8 @@ class SkippedSteps:
     def observe(self, *, is_skipped: bool = False) -> None:
         """Count a logical step if the step counter of a parameter with a gradient did not move.
 
+        Only the first such counter is read.
+
         Args:
             is_skipped: The optimizer was not called in this logical step, which is then counted.
         """
