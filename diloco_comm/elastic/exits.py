@@ -1,4 +1,4 @@
-"""How a process ends: the exit status that tells its launcher why, and SIGTERM as a wish."""
+"""How a process ends: the exit status that tells its launcher why; SIGTERM asks it to leave."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def heed_sigterm(group: object, folder: StateFolder | None, *, has_mates: bool) 
 
 
 def forget_sigterm(group: object) -> None:
-    """End what ``heed_sigterm`` has begun; idempotent."""
+    """Let SIGTERM ask this group no more to leave; idempotent."""
     _heeding.discard(group)
 
 

@@ -330,7 +330,7 @@ def _on_no(turn: Turn, nonce: bytes, no: ms.No) -> None:
 
 
 def _leave_cut_off(turn: Turn, joint: Joint, nonce: bytes, no: ms.No) -> None:
-    """Give up the own attempt, as a member cannot reach others, or does not let in their keys."""
+    """Give up this process's attempt, as a member cannot reach others, or refuses their keys."""
     turn.note(nonce, no.cut)
     if turn.state.settings.is_fixed:
         # Only the callers of a fixed group can choose other members.

@@ -250,7 +250,7 @@ class Driver:
 
     @property
     def is_ending(self) -> bool:
-        """Whether this process was refused, and only waits for the settings that it will name."""
+        """Whether a refusal or failed demand only waits for the setting that its text will name."""
         return self._refused is not None
 
     @property
@@ -702,7 +702,7 @@ class Driver:
             self._end(_KINDS[type(action)], action.reason)
 
     def _tell_left_out(self, members: Collection[Key]) -> None:
-        """Tell members of the record that an attempt goes on without them."""
+        """Tell the members that an attempt leaves out with which members the attempt goes on."""
         away = [key for key in self._base() if key not in members] if self.state.record else []
         numbers = [self.state.number, *[key.number for key in members]]
         for key in away:

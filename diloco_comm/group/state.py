@@ -284,7 +284,7 @@ class Pend:
 
 @dataclass(frozen=True)
 class PutOff:
-    """A newcomer is not let in for a while, as the members could not connect to it; for the log.
+    """A newcomer is not let in for a while after a failed attempt to connect; for the log.
 
     Attributes:
         number: The newcomer's replica number.

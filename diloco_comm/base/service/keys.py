@@ -566,7 +566,7 @@ def read_secret(path: Path) -> Keys:
 def check_secret(path: Path) -> None:
     """Make sure that nobody else may use a secret file, or change the file or its folder.
 
-    Mode 0440 is taken for a file of root's: for a process of root whatever the group of the file,
+    Mode 0440 is accepted for a file of root's: for a process of root whatever the file's group,
     and for another process if the group of the file is one of the process. The other members of
     that group may read the file, too.
 
@@ -656,7 +656,7 @@ class AllowedWatch:
             threading.Thread(target=self._watch, daemon=True, name=name).start()
 
     def look(self) -> frozenset[bytes]:
-        """Let in the keys that are in the folder now, and return them; others' connections end."""
+        """Let in the keys that are allowed now, and return these; the others' connections end."""
         with self._lock:
             present = self._keys.allowed.present(at_once=True)
             keys: tuple[list[bytes], ...] = (sorted(present),)

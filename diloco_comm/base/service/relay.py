@@ -403,7 +403,7 @@ class RelaySeat:
     """Waits at a relay, and hands over the connections that peers have dialled there.
 
     The constructor returns when the relay has given the seat. When the relay is lost, this process
-    sits down again as soon as the relay is back.
+    tries to get a seat again, every 16 seconds or more often.
 
     Args:
         relay: ``tcp://host:port``.

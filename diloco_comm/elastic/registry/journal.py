@@ -193,7 +193,7 @@ def _parsed(content: bytes) -> list[Change]:
     """Return the changes in an entry of the log.
 
     Raises:
-        ValueError: If these are no bytes that a server has written.
+        ValueError: If a change is not whole, or its name or record is not of the allowed form.
     """
     found, offset = [], 0
     while offset < len(content):

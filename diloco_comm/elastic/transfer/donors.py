@@ -177,7 +177,7 @@ class Donor:
     def load(self) -> tuple[int, int, float]:
         """A key to sort donors by: the least busy one first, then the one asked longest ago.
 
-        With a limited bandwidth only one request is open at a time, so the time decides.
+        With a limited bandwidth mostly one request is open at a time, so the time decides.
         """
         num_newcomers = 0 if self.status is None else self.status.num_newcomers
         return self.num_open, num_newcomers, self._last_asked

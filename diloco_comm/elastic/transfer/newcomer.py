@@ -132,7 +132,7 @@ class FragmentCopy:
 
     @property
     def standing(self) -> Standing | None:
-        """The round after which all pieces are; None while pieces are missing, or these differ."""
+        """The round after which all pieces are; None while pieces are missing or after others."""
         standings = {piece.standing for piece in self.pieces}
         return next(iter(standings)) if len(standings) == 1 else None
 
