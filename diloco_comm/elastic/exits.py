@@ -31,8 +31,8 @@ LEFT = 143
 # A SyncError of these stages says that this process has waited in vain.
 _WAITED = ("quorum", "registry")
 LEFT_STAGE = "left"
-# So many seconds a worker that gets SIGTERM waits for the launcher's wish to leave, a file in the
-# state folder.
+# For so many seconds a worker that gets SIGTERM waits for the launcher's wish to leave, a file in
+# the state folder.
 _LAUNCHER_S = 2.0
 
 

@@ -403,7 +403,7 @@ class RelaySeat:
     """Waits at a relay, and hands over the connections that peers have dialled there.
 
     The constructor returns when the relay has given the seat. When the relay is lost, this process
-    tries to get a seat again, every 16 seconds or more often.
+    tries to get a seat again, after pauses of at most 16 seconds.
 
     Args:
         relay: ``tcp://host:port``.
