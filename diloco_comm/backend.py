@@ -29,8 +29,9 @@ from .ops.wire import WireFormat, parse
 NAME = "diloco"
 
 # What torch lets a Python class override, it calls with the GIL held, also where nothing is
-# overridden (PyProcessGroup.hpp). A thread of gloo that wants the GIL to free a tensor, under the
-# lock that a new operation needs, would wait for ever. The second names are of newer versions.
+# overridden (PyProcessGroup.hpp). A thread of gloo that waits for the GIL to free a tensor, and
+# holds the lock that a new operation needs, would wait for ever. Some of the names exist in newer
+# versions of torch alone.
 _CALLED_WITH_GIL = (
     "allgather",
     "allgather_into_tensor_coalesced",
@@ -59,7 +60,7 @@ _IN_PYTHON = {"end_coalescing": "_end_coalescing", "recvAnysource": "recv_anysou
 
 
 def _without_gil(cls: type[DilocoProcessGroup]) -> type[DilocoProcessGroup]:
-    """Hand those operations to ``cls._native``: the bindings of its class give up the GIL."""
+    """Hand the operations above to ``_native``: the bindings of its class give up the GIL."""
 
     def forward(name: str) -> Callable[..., Any]:
         def method(self: DilocoProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +157,7 @@ class DilocoProcessGroup(dist.ProcessGroup):
         return tensor.mul_(self.size()) if is_sum else tensor
 
     def _reduce_exactly(self, tensor: Tensor) -> None:
-        """Sum through a group that nothing else uses: others post to gloo's meanwhile."""
+        """Sum through a group of its own: other threads use the gloo group meanwhile."""
         if self._exact is None:
             self._exact = self._make_gloo("exact")
         self._exact.allreduce([tensor], dist.AllreduceOptions()).wait()

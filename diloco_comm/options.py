@@ -117,7 +117,7 @@ class Link:
     advertise: str | None = None
     keys: str | Path | None = field(default=None, metadata={"choice": "link_keys"})
     relay: str | None = None
-    # Its password is for nobody to read.
+    # No repr, because the text may have a password.
     proxy: str | None = field(default=None, repr=False)
 
 
@@ -168,7 +168,7 @@ class StorePeers:
 
 # The arguments that are groups of choices.
 _GROUPS: dict[str, type] = {"wire": Wire, "link": Link, "nonfinite": NonFinite, "peers": StorePeers}
-# The single replica of a program that has a process group, or none.
+# The value of ``peers`` for the only replica there is, whether or not there is a process group.
 ALONE = "alone"
 
 
@@ -185,9 +185,9 @@ DEFAULTS: dict[str, Any] = {
 
 
 def closed(function: _Function) -> _Function:
-    """Answer a keyword that a function does not have by the nearest name that it has.
+    """Refuse a keyword that a function does not have; the error names the nearest one it has.
 
-    The signature stays as it is; with overloads the first one has it.
+    The signature stays as it is; of a function with overloads, the first overload has it.
     """
     signature = inspect.signature((get_overloads(function) or [function])[0])
     owner = function.__qualname__.removesuffix(".__init__")

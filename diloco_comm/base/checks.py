@@ -18,9 +18,10 @@ from enum import Enum
 from types import FrameType
 from typing import Any, NoReturn
 
-# Larger timeouts overflow clocks that count nanoseconds.
+# Longer timeouts are cut to ten years: far below the 292 years at which a signed 64-bit count of
+# nanoseconds overflows.
 _MAX_TIMEOUT_S = 10 * 365 * 86400.0
-# Largest number in a field of 32 bits, such as the fields of the headers of exchanges.
+# Largest number in a signed field of 32 bits, such as ``round`` in the headers of exchanges.
 MOST_INT32 = 2**31 - 1
 # Top-level packages whose frames are not the user's program: a warning looks further out.
 _NOT_THE_USERS = frozenset(

@@ -7,7 +7,7 @@
 | ``DILOCO_COMM_JOIN_TIMEOUT_S`` | seconds a change of the group waits for silent members (60) |
 | ``DILOCO_COMM_SUSPECT_AFTER_S`` | seconds without a beat after which a peer is given up (30) |
 | ``DILOCO_COMM_CHUNK_BYTES`` | bytes of a chunk on the wire (default: by size) |
-| ``DILOCO_COMM_LANES`` | process groups, hence connections, for the chunks (default 1) |
+| ``DILOCO_COMM_LANES`` | pairs of process groups, hence connections, for the chunks (default 1) |
 | ``DILOCO_COMM_REPORT_S`` | seconds a failed exchange listens for signs of the others (default 3) |
 | ``DILOCO_COMM_REPLICA`` | this replica's number, for ``Elastic`` (default: a free one) |
 | ``DILOCO_COMM_REGISTRY`` | address of the registry, for ``Elastic`` |

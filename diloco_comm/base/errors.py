@@ -16,7 +16,8 @@ class SyncError(RuntimeError):
     Attributes:
         fragment: Index of the fragment, -1 if the exchange had no fragment.
         round: Outer round of the fragment, -1 if the exchange had no fragment.
-        stage: Stage that failed: "header", a step of the exchange, or "vote".
+        stage: Stage that failed: "header", a step of the exchange, "vote"; or the work outside of
+            an exchange, such as "connect" or "registry".
         seconds: Seconds from the start of the exchange to the failure.
         missing: Replicas that are dead, silent, cut off, or gone, as far as this replica knew when
             the error was made. Other members may know of other ones.
@@ -63,8 +64,8 @@ class ReplicaMismatch(SyncError):
     """The replicas' layouts or settings differ; the message names values and replicas.
 
     Attributes:
-        ended: Replicas that wait in ``flush``, while the others have trained on, for less than a
-            round, and sent ``fragment``; empty for any other difference.
+        ended: Replicas that wait in ``flush`` while the others have trained on, by less than a
+            round, and have sent ``fragment``; empty for any other difference.
     """
 
     ended: tuple[int, ...] = ()

@@ -32,8 +32,8 @@ class _Deferred:
 def deferred_interrupts() -> Iterator[None]:
     """Delay a Ctrl-C in this block until the block ends; a second Ctrl-C is handled at once.
 
-    Nothing changes outside the main thread, where Python handles no signals, and if Python does not
-    handle SIGINT.
+    Nothing changes in other threads than the main one, as Python runs handlers there alone, and
+    where SIGINT has no Python handler.
     """
     handler = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
@@ -55,7 +55,7 @@ class Uninterruptible:
 
     Attributes:
         has_begun: A section was entered since this attribute was set to False.
-        is_broken: A second Ctrl-C ended a section in the middle.
+        is_broken: A section is under way, or a second Ctrl-C has ended one in the middle.
     """
 
     def __init__(self) -> None:

@@ -136,7 +136,8 @@ def _is_task(environ: Mapping[str, str]) -> bool:
 def _slurm(environ: Mapping[str, str]) -> Launch:
     job = _number(environ, "SLURM_JOB_ID", 0)
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    # A list such as "4(x2),3": only the last hosts may have fewer tasks than the first.
+    # A list such as "4(x2),3": the first host's number is taken on all hosts. Only the last hosts
+    # may have fewer tasks, and there the number is too high.
     here = re.match(r"\d+", tasks)
     return Launch(
         _number(environ, "SLURM_PROCID"),

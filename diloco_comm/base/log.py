@@ -6,13 +6,15 @@ Layout, little endian::
     record  numbers | checksum | head | body | digest, end
     numbers magic, sequence, confirmed, bytes of head, bytes of body
 
-A record's checksum covers its magic and numbers, so a changed length never passes for a record that
-is longer than the file. The digest covers the record and the digest before it, so no record can be
-missing, repeated or moved. The seed is random, and the key of all checksums and digests: no head or
-body can hold bytes that look like a record. The last byte of a record is not zero.
+A record's checksum covers its magic and numbers, so a changed length is noticed, and not taken for
+a record that the file's end cut off. The digest covers the record and the digest before it, so the
+reader notices a record that is missing, repeated or moved. The seed is random, and the key of all
+checksums and digests: no head or body can hold bytes that look like a record. A record does not end
+with a zero, so zeros at the end of a file belong to no whole record.
 
 ``confirmed`` is the offset up to which the file was on the disk (fsync) before the record was
-written. Bytes before it cannot get lost; a loss of power may leave zeros in any sector behind.
+written. Bytes before that offset cannot get lost; a loss of power may leave zeros in any sector
+behind it.
 A record is *torn* if the file ends within it, or if it begins at or behind the last confirmed
 offset and holds a sector of 512 bytes that is all zeros. The log ends there: a warning says so, and
 the next write cuts off the rest, with any whole records behind. All other bytes that do not fit are
@@ -70,8 +72,9 @@ class DamagedLog(RuntimeError):
     """A file holds bytes that its writer did not write there, or is no such log.
 
     Attributes:
-        path, offset: The file, and the offset of the first such byte. All records before are whole.
-        lost: The number of whole records behind the damage.
+        path, offset: The file, and the offset of the first record that is not valid; 0 where the
+            head of the file is not. All records before are whole.
+        lost: The number of records behind the damage whose headers are valid.
     """
 
     def __init__(self, sentence: str, path: Path, offset: int = 0, lost: int = 0) -> None:
@@ -353,7 +356,8 @@ class Log:
         """Whether the record at ``end`` is the next one, and holds a sector of zeros."""
         if found is not None:
             return found.sequence == self._sequence and self._has_lost_sector(found.record)
-        # The zeros begin within the header: at a sector, or where the file ended at the last fsync.
+        # Lost bytes read as zeros from within the header on: from the begin of a sector, or from
+        # where the file ended at the last fsync.
         begin = self.end + len(self._pread(self.end, _HEADER).rstrip(b"\0"))
         sector = -(-begin // _SECTOR) * _SECTOR
         zeros = self._pread(begin, sector + _SECTOR - begin)
@@ -420,8 +424,8 @@ class Log:
         Raises:
             ChangedLog: If another program has cut, continued, replaced or removed the file since
                 the last call. Nothing is written.
-            DoubtfulWrite: If the fsync failed. The log is doubtful from then on, and ``create``
-                writes what is known anew.
+            DoubtfulWrite: If the fsync failed. The log takes no further record; the caller may
+                write all that it knows to a new log with ``create``.
             OSError: If the record cannot be written. The log ends with the record before, and takes
                 records again when the disk does.
             ValueError: If head or body are longer or shorter than they may be.

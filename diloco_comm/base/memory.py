@@ -133,7 +133,7 @@ class Payload:
         host: The same tensor, or a page-locked copy if the fragment is on a device.
         bad, bad_host: int64 [1], the number of bad elements on the device and on the host; None if
             the fragment is in host memory.
-        ballot: The counts of an exchange on streams, which uses no copies on the host.
+        ballot: The counts of an exchange on streams, which needs no payload on the host.
     """
 
     tensor: Tensor
@@ -219,7 +219,8 @@ class Reading:
 def rounded_norm(squared: float) -> float:
     """Return the square root, rounded to the 24 bits of fp32.
 
-    The last bits of a sum of squares depend on its division among workers; rounding removes them.
+    The last bits of a sum of squares depend on its division among workers; rounding nearly always
+    removes the difference.
     """
     norm = math.sqrt(squared)
     if not math.isfinite(norm):

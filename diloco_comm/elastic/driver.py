@@ -29,7 +29,7 @@ class Driver(group.Driver):
 
     Args:
         table, state, signs, period_s, shown: As for ``group.driver.Driver``.
-        say: Called with each ``Happening``, on the driver's thread.
+        say: Called with each ``Waiting``, ``Suspected`` and ``Fenced``, on the driver's thread.
         registry_id: The registry's id, to be noted in ``folder``.
         chooses_number: The replica number in ``state`` is a guess: if another process has it, take
             a free one.

@@ -1,4 +1,4 @@
-"""How a process ends: the exit status that tells its launcher why, and SIGTERM as a wish."""
+"""How a process ends: the exit status that tells its launcher why; SIGTERM asks it to leave."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from .state_folder import StateFolder
 DONE = 0
 # Too few replicas, or no answer of the registry, for ``quorum_wait`` seconds.
 UNAVAILABLE = 69
-# The others went on without this replica, or a worker of it was lost: start the replica again.
+# The others went on without this replica, or another SyncError ended it, as when one of its workers
+# is lost: start the replica again.
 RESTART = 75
-# Model, settings or registry are not those of the run: starting the replica again does not help.
+# Model, settings, registry or key do not fit the run: starting the replica again does not help.
 MISFIT = 78
 # The replica has left, as it was asked to.
 LEFT = 143
@@ -30,7 +31,8 @@ LEFT = 143
 # A SyncError of these stages says that this process has waited in vain.
 _WAITED = ("quorum", "registry")
 LEFT_STAGE = "left"
-# A launcher that gets SIGTERM writes its wish into the state folder within so many seconds.
+# For so many seconds a worker that gets SIGTERM waits for the launcher's wish to leave, a file in
+# the state folder.
 _LAUNCHER_S = 2.0
 
 
@@ -104,9 +106,9 @@ def _advise(error: BaseException | None) -> None:
 
 
 def _advise_at_end(earlier: BaseException | None) -> None:
-    """Print that advice at exit, if ``sys.excepthook`` was interrupted before it could.
+    """Print the advice of ``_advise`` at exit, if ``sys.excepthook`` did not come to print it.
 
-    Torch's handler of SIGCHLD may interrupt it.
+    Torch's handler of SIGCHLD may have interrupted that hook.
 
     Args:
         earlier: ``sys.last_value`` when the replica was asked to leave.
@@ -150,7 +152,7 @@ def heed_sigterm(group: object, folder: StateFolder | None, *, has_mates: bool) 
 
 
 def forget_sigterm(group: object) -> None:
-    """End what ``heed_sigterm`` has begun; idempotent."""
+    """Let SIGTERM ask this group no more to leave; idempotent."""
     _heeding.discard(group)
 
 

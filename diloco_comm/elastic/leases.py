@@ -61,9 +61,10 @@ class Held:
         unapplied: The leases that this member has trained with, but whose result is in no outer
             step yet, in the order in which it took them.
         sent: For each fragment, the inner step up to which this member's training is in an outer
-            step, as the next view counts steps; () for a newcomer.
-        sends: For each fragment, the inner step of this member's last send, as the present view
-            counts steps; () for a newcomer.
+            step, counted after all set-backs (``Account.set_back``), as the next view counts; ()
+            for a newcomer.
+        sends: For each fragment, the inner step of this member's last send, counted as if there
+            had been no set-back, as the present view began to count; () for a newcomer.
         has_sent: For each fragment, whether this member has sent it since the present view began.
             A broken round that is sent again at the first step of the view counts.
     """

@@ -54,8 +54,8 @@ class Elastic:
 
     Every process that names the same registry and run is a replica of the same training. A replica
     that dies is left out after seconds, and no outer step that was applied anywhere is lost. A
-    process that starts later joins at the next round. ``SyncError`` does not come out of training,
-    except for what concerns this replica alone; see ``DiLoCo.step``.
+    process that starts later copies the state, and joins at the end of a round. ``SyncError`` does
+    not come out of training, except for what concerns this replica alone; see ``DiLoCo.step``.
 
     Args:
         registry: Address, ``tcp://host:port`` of ``diloco-comm registry``, or ``etcd://host:port``;

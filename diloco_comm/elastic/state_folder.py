@@ -72,7 +72,7 @@ class StateFolder:
         self._write({**values, "registry": registry_id, "view": view})
 
     def note_end(self) -> None:
-        """Note that this replica has taken all steps: the next process may begin another run."""
+        """Note that this replica has taken all steps: the next process takes any registry."""
         if values := self._read():
             self._write({**values, "registry": "", "view": NO_RECORD})
 

@@ -1,8 +1,9 @@
 """How a process goes from record to record: ``step(state, event)`` without threads and clocks.
 
-An unplanned change takes five messages one after the other: PREPARE to all members, SEALED and
-READY from each, one swap of the table's record, OPEN to all. In a planned change the members have
-stopped at one boundary, and the swap and OPEN are enough. Safety rests on three rules:
+An unplanned change takes these steps: PREPARE to all members of the next record; SEALED from each
+that is in the present record, and READY from each; one swap of the table's record; OPEN to all. In
+a planned change the members have stopped at one boundary, and the swap and OPEN are enough. Safety
+rests on three rules:
 
 * SEALED is a promise: its process votes and applies nothing in this record any more, except as a
   later record says. Which rounds count is a function of the SEALED of the members that go on.
@@ -15,7 +16,7 @@ Comments and tests name the rules by number:
 2. SEALED is a promise.
 3. A round counts if all members that go on, and hold the outer state, have its result.
 4. A process takes part in attempts from its own record alone; one that is behind is sent OPEN.
-5. A member that cannot take part answers NO, and the proposer pauses before its next attempt.
+5. A member that refuses to take part may answer NO; the proposer pauses before its next attempt.
 6. An attempt makes one swap; if no answer comes, its proposer reads the table.
 7. A part of the group waits before it goes on without members that may still train.
 8. A process that waits reads the table, and says again where it is.
@@ -43,7 +44,8 @@ from .records import NO_HASH, NO_RECORD, Key, Record, cause_of
 from .state import Joint, Proposal, Stage, State
 from .streams import decide
 
-# A newcomer that cannot connect waits suspect_after; the wait doubles at most so many times.
+# After a failed attempt to connect, a newcomer waits suspect_after polls; each further failure
+# doubles the wait, at most so many times.
 _MOST_DOUBLINGS = 6
 # Polls after which a process of a fixed group says again what its caller demands.
 _SAY_AGAIN = 2
@@ -130,14 +132,14 @@ class Turn:
         pause = min(1 << number, max(1, state.settings.suspect_after // 2))
         if state.settings.is_fixed:
             # A fixed group does not try again by itself: its caller gets the failure as an
-            # error, at once or after the own attempt to connect.
+            # error, at once or when its own attempt to connect ends.
             self.withdraw()
         self.change(proposal=None, joint=None, failure=failure)
         self.change(num_failures=number, num_waits=-pause)
         self._put_off(joint, failure)
 
     def _put_off(self, joint: Joint, failure: str) -> None:
-        """Let the newcomers of a failed attempt wait, longer after each failure."""
+        """Let members of a failed attempt wait that bring no outer state; longer each time."""
         state, roster = self.state, Roster(self.state)
         if state.settings.is_fixed or not set(roster.holders) & set(joint.members):
             return
@@ -183,7 +185,7 @@ def _take_part(turn: Turn, asked: ms.Prepare) -> None:
 def _leader(state: State) -> Key | None:
     """Return the living proposer of the attempt in which this process takes part; None if none.
 
-    Attempts of higher processes get no answer meanwhile.
+    While that proposer lives, attempts of proposers with higher keys get no answer.
     """
     if state.proposal is not None or state.joint is None:
         return state.key if state.proposal is not None else None
@@ -275,7 +277,10 @@ def _propose(turn: Turn, draft: Record) -> None:
 
 
 def _is_planned(state: State, draft: Record) -> bool:
-    """Whether this process may swap without PREPARE: it holds all votes before the boundary."""
+    """Whether this process may swap without PREPARE.
+
+    It may if it holds all votes before the boundary, and all newcomers follow its record.
+    """
     follows = {place.key: place.follows for place in state.places}
     joined = [key for key in draft.members if key.number in draft.joined]
     are_ready = all(follows.get(key) == state.number for key in joined)
@@ -325,7 +330,7 @@ def _on_no(turn: Turn, nonce: bytes, no: ms.No) -> None:
 
 
 def _leave_cut_off(turn: Turn, joint: Joint, nonce: bytes, no: ms.No) -> None:
-    """Give up the own attempt, as a member cannot reach others, or does not let in their keys."""
+    """Give up this process's attempt, as a member cannot reach others, or refuses their keys."""
     turn.note(nonce, no.cut)
     if turn.state.settings.is_fixed:
         # Only the callers of a fixed group can choose other members.
@@ -507,7 +512,8 @@ def _follow(turn: Turn, content: bytes) -> None:
     elif record.number < mine.number or content == state.entered:
         return
     elif record.number == mine.number:
-        # Same number, other record: the table lost this one before a member with state entered it.
+        # Same number, other record: the table lost the entered record before a member with the
+        # outer state had entered that record.
         turn.end(st.Fence(f"{name} {record.number} was opened anew without this process"))
     elif record.is_member(state.key) and record.is_finished:
         # The run is finished, and this member has all its steps.
@@ -800,11 +806,12 @@ def _tell_leader(turn: Turn, leader: Key | None) -> None:
 
 def _ask_for_boundary(turn: Turn) -> None:
     """Ask, once in a record, for a boundary when a process is to join or to leave (rule 9)."""
-    # A table that has lost the record cannot change it: nobody can join or leave.
+    # Where the table has lost the entered record, no swap succeeds: nobody can join or leave.
     if turn.state.is_pending or turn.state.has_lost_record:
         return
     roster = Roster(turn.state)
-    # Only the lowest member asks for newcomers: others may not know which ones it has put off.
+    # Only the lowest member asks for newcomers: others may not know which newcomers it lets wait
+    # after failed attempts.
     fresh = [key for key in roster.here if key == turn.state.key or roster.is_fresh(key)]
     leads = turn.state.key == min(fresh, default=None)
     wanted = leads and roster.reaching(roster.here, roster.newcomers)

@@ -21,7 +21,8 @@ _MOST_CUT = 24
 # The longest address of a store, in bytes.
 _LONGEST_STORE = 300
 _EVICT = "evict."
-# Fields that change with each beat of a process that trains; they stand in its second line.
+# Fields that may change with each beat of a process that trains: they are in the second line of the
+# beat's text.
 _MOVING = ("counter", "phase", "inner_step")
 # The text of a beat that asks a process to leave.
 EVICT = b"evict"
@@ -35,7 +36,7 @@ READY = "ready"
 TRAINING = "training"
 # A member that has stopped at a boundary, as all members of its record do.
 STOPPED = "stopped"
-# A member that has stopped for good in its record, and waits for the next record.
+# A member that stops, or has stopped, for good in its record, and waits for the next record.
 CHANGING = "changing"
 # A process that has left; FINISHED: because it has taken all steps.
 GONE = "gone"
@@ -84,8 +85,8 @@ class Beat:
     def to_bytes(self) -> bytes:
         """Return the text of this beat.
 
-        The text has two lines. Only the second differs in each beat, and readers may get the
-        second line late.
+        The text has two lines. While a process trains, often only the second one changes from beat
+        to beat, and readers may get an older second line.
 
         Raises:
             ValueError: If the text is longer than ``MAX_BEAT_BYTES``.

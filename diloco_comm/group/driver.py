@@ -34,25 +34,30 @@ logger = logger_of(__name__)
 _LATE = 3.0
 # Seconds between two log lines that name the members for which this process waits.
 _LINE_S = 60.0
-# A process reads the table every _LOOK_S times the number of beats, at least so often.
+# A process reads the table every ``_LOOK_S`` seconds times the number of processes that beat, and
+# at the latest every ``_LONGEST_LOOK_S`` seconds; see ``look_s``.
 _LOOK_S, _LONGEST_LOOK_S = 1 / 32, 5.0
-# For so many seconds this process tries again where the table refuses its key: it may be allowed.
+# For so many seconds this process tries again where the table refuses its key: somebody may allow
+# the key meanwhile.
 _KEY_WAIT_S = 10.0
 # Seconds that one call of ``link.told`` waits for messages.
 _LISTEN_S = 0.5
-# In the first seconds of a wait ``wait`` names nobody: what is known of the others is that old.
+# In so many first seconds of a wait, ``Driver.wait`` names nobody: the last news of the others may
+# be that old.
 _SOON_S = 2.0
-# A process that waits for others to come reads the table again after so many seconds, and each time
-# after that many times the seconds before.
+# A process that waits for others to come reads the table after pauses that begin at about
+# ``_HASTE_S`` seconds. Each is ``_HASTE_GROWTH`` times the one before, up to the period of polls.
 _HASTE_S, _HASTE_GROWTH = 0.005, 1.5
 # Messages that may wait for the driver; more are dropped, and their senders repeat them.
 _MOST_HEARD = 4096
-# So many frames of processes without a known beat are kept until the table is read.
+# So many frames of processes without a known beat are kept until the table is read, and so many
+# frames that the link could not send.
 _MOST_UNKNOWN = 64
 # Seconds to wait for another process's settings, to name the setting that differs.
 _ASK_S = 3.0
 # The kind of a frame, in the byte behind the sender's nonce: a message of the agreement, a request
-# for settings, the settings, the last frame of a process, the members of an attempt without you.
+# for settings, the settings, the last frame of a process, the members of an attempt that leaves the
+# receiver out.
 _MESSAGE, _ASK, _SHOWN, _LEFT, _WITHOUT = range(5)
 # The longest settings that are read, in bytes.
 _MOST_SHOWN = 1 << 20
@@ -162,8 +167,8 @@ class Driver:
         # A refusal or failure to report once another process has shown its settings, the time at
         # which this process reports without them, and that other process.
         self._refused: tuple[st.Refuse | st.Fail, float, Key] | None = None
-        # Frames that the link could not send, by receiver and kind; and the time until these and
-        # the look at the table are tried again.
+        # Frames that the link could not send, by receiver and kind. Then the present pause in
+        # seconds, and the time at which these frames are sent, and the table is read, again.
         self._unsent: dict[tuple[bytes, int], bytes] = {}
         self._haste_s, self._haste_at = _HASTE_S, time.monotonic()
         # Frames of processes whose beats are yet to be read.
@@ -206,7 +211,7 @@ class Driver:
 
     def _order_again(self, event: st.Broke | st.Boundary | st.Demanded) -> None:
         """Give the present orders again: a Ctrl-C may have lost one that was taken."""
-        # The driver's thread may go on meanwhile.
+        # Read once: the driver's thread may replace the state meanwhile.
         state = self.state
         record, joint = state.record, state.joint
         number = -1 if isinstance(event, st.Demanded) else event.number
@@ -245,7 +250,7 @@ class Driver:
 
     @property
     def is_ending(self) -> bool:
-        """Whether this process was refused, and only waits for the settings that it will name."""
+        """Whether a refusal or failed demand only waits for the setting that its text will name."""
         return self._refused is not None
 
     @property
@@ -700,7 +705,7 @@ class Driver:
             self._end(_KINDS[type(action)], action.reason)
 
     def _tell_left_out(self, members: Collection[Key]) -> None:
-        """Tell members of the record that an attempt goes on without them."""
+        """Tell the members that an attempt leaves out with which members the attempt goes on."""
         away = [key for key in self._base() if key not in members] if self.state.record else []
         numbers = [self.state.number, *[key.number for key in members]]
         for key in away:

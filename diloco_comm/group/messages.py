@@ -4,7 +4,7 @@
     PREPARE   proposer to members: stop in your record, and connect to the members of the next one
     SEALED    member to proposer: the sender has stopped for good, and how far its rounds are
     READY     member to proposer: the sender is connected to every member of the next record
-    NO        refuses a HERE or a PREPARE, and says why
+    NO        refuses a HERE or a PREPARE, or ends an attempt or a caller's wait, and says why
     OPEN      brings a record: from its proposer to its members, or to a process that is behind
 
 The *base* is the record that a process has entered, and from which it goes on to the next one.
@@ -39,7 +39,7 @@ _MAX_NUMBER = 0xFFFFFFFF
 MISSING = "nothing"
 _LONGEST_VALUE = 200
 
-# A NO that answers HERE, and so no attempt, has this attempt.
+# The attempt in a NO about no attempt: the NO answers HERE, or a caller waits no longer.
 NO_ATTEMPT = Attempt(bytes(NONCE_BYTES), 0)
 
 
@@ -48,9 +48,9 @@ class Why(IntEnum):
 
     CUT: the sender cannot reach some members. SETTINGS: the sender has another model or other
     settings. MEMBERS: the sender's caller demands other members. FAILED: a member could not
-    connect, whatever the reason; a proposer also ends its own attempt so. With ``NO_ATTEMPT``, the
-    sender's caller waits no longer. KEY: the sender does not let in the keys of some members; the
-    proposer passes this on to them.
+    connect, whatever the reason; a proposer also ends its own attempt with this NO. With
+    ``NO_ATTEMPT``, the sender's caller waits no longer. KEY: the sender does not let in the keys of
+    some members; the proposer passes this on to them.
     """
 
     CUT = 1
@@ -63,6 +63,8 @@ class Why(IntEnum):
 @dataclass(frozen=True)
 class Here:
     """The sender has stopped in its base, or its caller demands these members.
+
+    It also answers a PREPARE of another base or table than the sender's.
 
     Attributes:
         base: Number of the record that the sender has entered; NO_RECORD for a newcomer.
@@ -131,7 +133,7 @@ class No:
     """A refusal.
 
     Attributes:
-        attempt: The refused attempt; NO_ATTEMPT where this answers a HERE.
+        attempt: The attempt that is refused or ended; NO_ATTEMPT where there is none.
         cut: Nonces of members that the sender cannot reach, or whose keys it does not let in.
         demand: Numbers of the replicas that the sender's caller demands.
         text: One sentence for people, or "".

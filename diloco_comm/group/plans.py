@@ -14,8 +14,8 @@ from .reach import largest_group
 from .records import NO_HASH, NO_RECORD, Attempt, Key, Record
 from .state import Place, Stage, State, place_of
 
-# Polls for which a process that has stopped at a boundary, and sees nobody join or leave, waits for
-# news of them: the member that asked for the boundary has seen somebody.
+# Polls for which a process waits that has stopped at a boundary and sees nobody join or leave: the
+# member that asked for the boundary has seen somebody, of whom this process may read soon.
 _NEWS_POLLS = 2
 # With so many members, and a thousand streams, a record still fits into a table.
 MOST_MEMBERS = 1000
@@ -80,7 +80,8 @@ class Roster:
             state, and could not connect, are among them.
         holders: Members of the base that live and hold its outer state.
         newcomers: Processes outside the base that can join now.
-        coming: Processes outside the base that still copy the outer state, or that are put off.
+        coming: Processes outside the base that still copy the outer state, or that must wait after
+            a failed attempt to connect.
         is_given_away: Only members that are to leave hold the outer state, so that they stay until
             others have copied it.
     """
@@ -106,7 +107,7 @@ class Roster:
             self.leaving = [key for key in self.leaving if key not in self.here]
 
     def lives(self, key: Key) -> bool:
-        """Whether a process may live: by the link for a member, by its beats for others."""
+        """Whether a process may live: between members by the link, else by its beats."""
         state = self._state
         if key == state.key:
             return True
@@ -156,7 +157,7 @@ class Roster:
 
         Such a process has the settings of this group, and a replica number that is not in
         ``taken``, to which the numbers are added. The processes of the first list can join now;
-        the processes of the second still copy the outer state, or are put off.
+        the processes of the second still copy the outer state, or must wait after a failed attempt.
         """
         ready: list[Key] = []
         coming: list[Key] = []
@@ -169,7 +170,8 @@ class Roster:
                     taken.add(key.number)
                     waits = self._put_off.get(key.nonce, 0) > 0 and not is_short
                     (coming if place.follows is None or waits else ready).append(key)
-        # Processes that were put off come one at a time: one of them may have kept the rest out.
+        # First come the newcomers that were in no failed attempt to connect. Newcomers of failed
+        # attempts come one at a time: one of them may have made the attempt fail for all.
         first = [key for key in ready if key.nonce not in self._put_off] or ready[:1]
         return first, sorted({*coming, *ready} - {*first})
 
@@ -207,7 +209,7 @@ def _continue(state: State, roster: Roster, record: Record) -> Plan:
     limit, group = state.settings.suspect_after, roster.connected(roster.here)
     patience, reason = _patience(state, roster, record, group)
     if state.key not in group:
-        # The largest group goes first.
+        # Let the largest group propose first.
         patience += 2 * limit
         group = sorted([state.key, *roster.reaching([state.key], set(roster.here) - {state.key})])
     if not set(group) & set(roster.holders):
@@ -293,7 +295,8 @@ def _found(state: State, roster: Roster, record: Record | None) -> Plan:
         return Plan(reason=f"until replicas {away} tell the registry of the view that they are in")
     if holders := roster.may_hold():
         return Plan(reason=f"until replicas {_numbers(holders)} answer, which may have the state")
-    # Members of the base lead before newcomers: a member must be the first in the next record.
+    # Members of the base lead before newcomers: a newcomer may enter only after the process that
+    # leads, see ``agreement._may_come``.
     known = roster.connected({*roster.here, *roster.newcomers})
     group = sorted(known, key=lambda key: (key not in roster.base, key))
     if state.key not in group:
@@ -342,7 +345,7 @@ def _missing_state(roster: Roster, record: Record, best: Place) -> str:
             f"until one of replicas {members} starts again, as none of them is heard of; to begin "
             "anew, give the run another name, or rollback=True"
         )
-    # A member lives that never held the outer state: without it the others cannot have trained.
+    # A member lives that never held the outer state: the others cannot have trained without it.
     is_untrained = bool(roster.here) and not least
     if not is_untrained and not (best.has_checkpoint and best.inner_step >= least):
         return (

@@ -21,7 +21,7 @@ NONCE_BYTES = HASH_BYTES = 16
 # The first record has number 1.
 NO_RECORD = 0
 NO_HASH = bytes(HASH_BYTES)
-# The first bytes of a record: what it is, and its version.
+# The first bytes of a record, and the version that follows them.
 FIRST_BYTES = b"DCgr"
 VERSION = 1
 _MAX_NUMBER = 0xFFFFFFFF

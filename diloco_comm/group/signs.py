@@ -19,8 +19,8 @@ _LOST_S = 2.0
 # Seconds between two tries to connect the link to processes that it does not reach, and seconds
 # after which a process that it still does not reach counts as cut off.
 _REACH_AGAIN_S = 3.0
-# After a round has lost the connection to a process, so many seconds without a beat of it are
-# enough to suspect it.
+# After a round has lost the connection to a process, so many seconds without a beat are enough to
+# suspect the process; 2.5 times the seconds between two beats if that is longer.
 _UNHEARD_S = 2.0
 # Phases that a process tells its peers over the link: its table does not answer it, it waits for
 # the others in an exchange, or it takes inner steps.
@@ -88,7 +88,7 @@ class Signs:
         self._lives: dict[bytes, _C.PeerLife] = {}
         self._unheard: frozenset[bytes] = frozenset()
         self._ended: set[bytes] = set()
-        # Members that live, and have kept this process waiting for too long.
+        # Members that live, and have kept this process waiting for ``_busy_limit_s`` or longer.
         self._stuck: set[bytes] = set()
         # The last inner step of each process that has said that it ends.
         self._left: dict[bytes, int] = {}
@@ -228,7 +228,7 @@ class Signs:
         self._forget(members)
         known = members | self._sights.keys()
         self._left = {nonce: step for nonce, step in self._left.items() if nonce in known}
-        # A process that has ended stays so when the link does not try to reach it any more.
+        # A process that has ended counts as ended also when the link tries no more to reach it.
         self._ended |= {nonce for nonce, life in self._lives.items() if life.is_refused}
         self._ended -= {nonce for nonce in self._lives if self._is_heard(nonce)}
         # A member that has finished all its steps is not dead: the others need not stop for it.
@@ -277,7 +277,7 @@ class Signs:
         return [key for key in keys if limit <= silent.get(key.nonce, 0.0) < math.inf]
 
     def beats(self, key: Key) -> bool:
-        """Whether a process has beaten in the table lately, heard on the link or not."""
+        """Whether a process has beaten within half of ``suspect_after_s``, linked or not."""
         sight = self._sights.get(key.nonce)
         return sight is not None and self._silence(sight) < self.suspect_after_s / 2
 

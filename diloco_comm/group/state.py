@@ -284,7 +284,7 @@ class Pend:
 
 @dataclass(frozen=True)
 class PutOff:
-    """A newcomer is not let in for a while, as the members could not connect to it; for the log.
+    """A newcomer is not let in for a while after a failed attempt to connect; for the log.
 
     Attributes:
         number: The newcomer's replica number.
@@ -357,7 +357,7 @@ Action = (
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of a group, fixed before start; only ``allows_rollback`` may differ by member.
+    """The options of a group, fixed before start. Members compare ``digest`` alone.
 
     Attributes:
         run: Name of the training run.
@@ -461,7 +461,7 @@ class State:
         is_pending: This process has asked for a boundary in this record.
         joint: The attempt in which this process takes part, led by itself or by another.
         proposal: The attempt that this process leads.
-        counter: The counter of its last attempt.
+        counter: The counter of the last attempt that this process has led.
         recorded: The bytes of the record that the table had when it was read last.
         table: Id of the table that was read last.
         is_blind: This process must read the table before it leads another attempt.
@@ -477,8 +477,8 @@ class State:
             lost its memory.
         failure: Why the last attempt could not connect; "" after success.
         num_failures: How many attempts in a row could not connect; counted up to 10.
-        put_off: Newcomers to which the members could not connect: the nonce of each, how often
-            its wait was doubled, and the polls for which it is still not let in.
+        put_off: Newcomers of failed attempts to connect: the nonce of each, how often its wait was
+            doubled, and the polls for which it is still not let in.
         num_waits: Polls for which this process has waited for ``waits_for``; below 0, polls of a
             pause before its next attempt.
         num_silent: Polls since the proposer of ``joint`` was heard.
@@ -563,7 +563,10 @@ class State:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the entered record names another table: this one is new, or lost its memory."""
+        """Whether the entered record is of another table than the last one that was read.
+
+        The latter is new, or has lost its memory.
+        """
         return self.record is not None and self.table != self.record.table
 
 

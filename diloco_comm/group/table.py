@@ -63,7 +63,7 @@ class Look(NamedTuple):
 
 
 class Table(Protocol):
-    """One record and the beats of one run. All methods raise ``TableAway``."""
+    """One record and the beats of one run. ``swap`` and ``look`` raise ``TableAway``."""
 
     @property
     def id(self) -> bytes:

@@ -1,7 +1,7 @@
 """Outer optimizers: the step on averaged pseudo-gradients, taken on one fragment at a time.
 
 A pseudo-gradient is outer minus local parameters, so every outer optimizer descends it. An outer
-optimizer holds numbers only; the buffers of a fragment are in its ``OuterState``. The
+optimizer holds its arguments only; the buffers of a fragment are in its ``OuterState``. The
 learning rate, and nothing else, may be assigned at any time (``diloco.outer.lr = 0.5``) or be a
 function of the round; all replicas use the rate that the lowest replica sent with the round.
 """
@@ -41,7 +41,8 @@ class Update:
         lr: Learning rate of this round.
         alpha: Weight of the local value in the merge.
         clip: Bound of the momentum's elements, for optimizers with a momentum.
-        penalty: The terms' sum times this is the mean pseudo-gradient.
+        penalty: The factor by which the overlap policy has divided the coefficients (``CO2``); else
+            1. The terms' sum times this factor is the gradient before that division.
         base_lr: ``lr`` without the factor of this round's overlap policy; None without a factor.
         impl: Implementation of the operators; "" for the fastest.
         verdict: None, or int64 [1] on the device: unless it is 0 the step does nothing. Only for a
@@ -247,8 +248,8 @@ class WarmupCosine:
     the first round of a fragment; every fragment goes through the whole schedule by its own rounds.
     The first round has ``peak / warmup_rounds`` (``peak`` without a warm-up), round
     ``warmup_rounds - 1`` has ``peak``, and round ``total_rounds - 1`` and all later ones have
-    ``final``. A schedule holds no state: it is a function of the round alone, which a saved state
-    and a joining replica bring along.
+    ``final``, also where that is the first round. A schedule holds no state: it is a function of
+    the round alone, which a saved state and a joining replica bring along.
 
     Attributes:
         peak: Largest learning rate.
@@ -314,7 +315,7 @@ LearningRate = float | Callable[[int], float]
 
 
 class OuterOptimizer(ABC):
-    """Base of the outer optimizers: numbers that all replicas must share.
+    """Base of the outer optimizers, which hold arguments that all replicas must share.
 
     Only ``lr`` may be assigned later: the learning rate travels with each round.
     """
@@ -731,7 +732,7 @@ class _TorchState(OuterState):
 def _led(rates: Sequence[float], first: float) -> list[float]:
     """Return the learning rates of an optimizer's groups after the first group's becomes ``first``.
 
-    The other groups keep their ratio to the first group.
+    The other groups keep their ratio to the first group; if its rate was 0, all become ``first``.
     """
     lead = rates[0] if rates else 0.0
     return [first if rate == lead or not lead else rate * (first / lead) for rate in rates]

@@ -49,7 +49,8 @@ class Overlap:
         first: The rule for a send at which no result can be due yet; see ``Eager``.
         clip: Bound on the elements of the outer momentum, or None.
         inner_lr: A function that returns the present inner learning rate, or None; see ``CO2``.
-        is_shared: Whether outer parameters and momentum are the same on all replicas.
+        is_shared: Whether outer parameters and momentum are the same on all replicas that have
+            applied the same rounds.
     """
 
     rounds: int = 0
@@ -161,7 +162,7 @@ class Delayed(Overlap):
 
     The "naive delayed" rule of arXiv 2502.12996, there a baseline: theta(t) =
     OuterOpt(theta(t-H), Delta(t-H)). At the first ``rounds`` sends there is no mean: the local
-    parameters return to the outer ones, and what they had learned comes with the first mean.
+    parameters return to the outer ones, and what they had learned comes with that round's mean.
     """
 
     rounds: int = 1

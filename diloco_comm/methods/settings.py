@@ -1,4 +1,4 @@
-"""The arguments of ``DiLoCo`` that all replicas share, checked once and kept as JSON types."""
+"""The arguments of ``DiLoCo`` that its configuration has: checked once, and as JSON types."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Wires:
         )
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise ValueError if a pattern takes none of the names, or a name has no pattern."""
+        """Raise ValueError if a pattern but "rest" takes no name, or a name has no pattern."""
         taken = {self.group_of(name) for name in names}
         for index, (pattern, _) in enumerate(self.groups):
             if index not in taken and pattern != REST:
@@ -231,7 +231,7 @@ class Settings:
 Config = Mapping[str, Any] | str | os.PathLike[str]
 
 
-# Arguments that may be None.
+# Arguments for which None is a choice, so that ``UNSET`` says that they were not given.
 _OPTIONAL = ("max_skipped",)
 
 

@@ -30,8 +30,8 @@ SCHEMA = 1
 # Figures name at most so many replicas for which a replica waits.
 MOST_NAMED = 8
 _MOST = 1 << 62
-# A counter is plausible up to this number for each second of the process's age. The age is taken as
-# a year at most, plus a day, as clocks differ.
+# A counter is plausible up to ``MOST_PER_S`` for each second of the process's age. The age is taken
+# as a year at most, plus a day, as clocks differ.
 _YEAR_S, _DAY_S = 365 * 86400.0, 86400.0
 MOST_PER_S = {
     **dict.fromkeys(("rounds", "skipped", "discarded"), 1e3),

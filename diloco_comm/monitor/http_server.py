@@ -1,8 +1,9 @@
 """The monitor's page, its status in JSON and the metrics over HTTP: read-only, GET and HEAD.
 
 All connections are served by one thread of their own. Each carries one request, and is closed after
-``DEADLINE_S`` seconds. A server without a token answers only if the request's ``Host`` is a name of
-the loopback: a page of another site, whose name was made to resolve to it, reads nothing.
+``DEADLINE_S`` seconds at the latest. A server without a token answers only if the request's
+``Host`` is a name of the loopback: a page of another site, whose name was made to resolve to the
+loopback (DNS rebinding), reads nothing.
 """
 
 from __future__ import annotations
@@ -202,10 +203,11 @@ class Monitor:
 
 
 def newest(snapshot: Snapshot, shown: Container[str]) -> Snapshot:
-    """Return the messages of whole runs with ``MAX_PROCESSES`` processes, or of one run with more.
+    """Return the messages of whole runs that together have at most ``MAX_PROCESSES`` processes.
 
     Runs with a message in the last ``SILENT_S`` seconds are kept first, then runs that were shown
-    before. The counts of what was left out are added to the facts.
+    before; the first run is kept even if it has more processes. The counts of what was left out are
+    added to the facts.
 
     Args:
         shown: Names of the runs in the last state.

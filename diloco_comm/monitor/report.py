@@ -26,7 +26,7 @@ SCHEMA = 1
 # The page shows at most so many runs; the metrics have all.
 MAX_SHOWN = 32
 _PHASE = 32
-# Figures that are columns of a row of their own.
+# Figures that ``_row`` reports as values of their own, and not among the row's figures.
 _IN_ROW = ("replica", "phase", "waits_for", "waits_s", "inner_step")
 
 

@@ -203,7 +203,7 @@ class Process:
     Attributes:
         is_member: Whether the process is in the last record.
         beat, figures: Its last beat and figures; None without any.
-        silent_s: Seconds since its last text of any kind; without a text, since the host began.
+        silent_s: Seconds since its last text of any kind; if none was seen, since the host began.
         figures_s: Seconds since its figures came.
         rounds: Rounds that this process has applied since its first figures here, plus the run's
             rounds before these.
@@ -366,7 +366,7 @@ def advance(before: State, snapshot: Snapshot, now: float) -> State:
 
 
 def _ended_runs(before: State, runs: Mapping[str, Run], now: float) -> dict[str, Run]:
-    """Return the runs without a message, for ``FORGET_S``, and as far as others leave room."""
+    """Return the runs that ended at most ``FORGET_S`` ago, as far as present runs leave room."""
     found: dict[str, Run] = {}
     room = MAX_PROCESSES - sum(len(run.processes) for run in runs.values())
     for name in sorted(before.runs.keys() - runs.keys()):
@@ -393,7 +393,7 @@ def _ended(run: Run, seconds: float, now: float) -> Run:
     run = replace(run, replicas=replicas, others=())
     if run.has_ended:
         return run
-    # The last figures of a fixed group are taken back while they are new.
+    # A process of a fixed group that ends removes its figures at the host while they are new.
     is_over = run.is_finished or all(
         one.is_gone or (one.beat is None and one.silent_s <= SILENT_S) for one in replicas.values()
     )
@@ -458,8 +458,8 @@ def _next_run(
     replicas: dict[int, Process] = {}
     for one in found:
         replicas.setdefault(one.key.number, one)
-    # A second process of a replica that is no member is soon no news for anybody; without a view
-    # nobody says which of the two has ended.
+    # A second process of a replica, if no member, is shown for a while after its last message:
+    # without a view for a shorter time, as nobody says which of the two has ended.
     most_s = SILENT_S if seen.view is None else FORGET_S
     others = [
         one
@@ -552,7 +552,8 @@ def _with_speed(process: Process, former: Process | None, now: float) -> Process
     if samples and abs(samples[-1].at - sample.at) < 0.5:
         # The same message as before.
         return replace(process, samples=samples, speed=speed)
-    # A newcomer, and a member that was thrown back, go on from the inner step of the others.
+    # A newcomer, and a member that was thrown back, go on from the inner step of the others: their
+    # samples before that do not count.
     kept = [
         one for one in samples if one.view == figures.view and one.inner_step <= sample.inner_step
     ]

@@ -283,7 +283,7 @@ class SkippedSteps:
         self.count = 0
 
     def observe(self, *, is_skipped: bool = False) -> None:
-        """Count a logical step if the step counter of a parameter with a gradient did not move.
+        """Count a logical step if the first counter of a parameter with a gradient did not move.
 
         Args:
             is_skipped: The optimizer was not called in this logical step, which is then counted.

@@ -52,7 +52,7 @@ CHECKS: tuple[Checks, ...] = get_args(Checks)
 # The most optimizer parameters outside the exchange that each step checks for being unfrozen.
 _LOOKS_A_STEP = 64
 # The sample that is copied around a write: about four parameters, divided among the fragments, with
-# at least one of each, at most 16 in all, and at most 4096 elements of each.
+# at least one of each of the first 16 fragments, and at most 4096 elements of each parameter.
 _PARAMETERS, _MOST_PARAMETERS, _ELEMENTS = 4, 16, 4096
 # A tensor of equal values is taken for a copy if it has this many distinct ones: zeros, or the ones
 # of a normalisation, may be equal by chance.

@@ -325,7 +325,8 @@ class SharedFragment(Fragment):
             flat[offset : offset + piece.numel()].copy_(piece)
             offset += piece.numel()
 
-    # Each worker saves its own values (residuals) for its range alone, as others may have none.
+    # Each worker saves its own values (residuals) for its range alone: ``views`` would gather them
+    # in a collective call, and other workers may have none.
 
     def own_views(self, flat: Tensor) -> dict[str, Tensor]:
         return {self._own_key: flat}

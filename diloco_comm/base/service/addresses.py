@@ -25,11 +25,11 @@ def parse_address(
 ) -> tuple[str, int]:
     """Return host and port of ``tcp://host:port`` or ``host:port``.
 
-    An IPv6 address, as in "[::]:29700", has brackets, and comes without.
+    An IPv6 address, as in "[::]:29700", has brackets, and is returned without them.
 
     Args:
         name: The argument, for the error.
-        scheme: Another scheme must stand before the host.
+        scheme: A scheme other than tcp must stand before the host.
         listens: Port 0 is any free port.
 
     Raises:
@@ -117,8 +117,8 @@ def proxy_of(text: str | None) -> Proxy | None:
     """Return the parts of ``http://host:port`` or ``socks5://host:port``; None for None.
 
     ``user:password@`` may stand before the host; other characters than letters, digits and
-    ``-._~`` are written there as ``%`` and two hexadecimal digits. The environment has the password
-    of a user without one, written as the password is.
+    ``-._~`` are written there as ``%`` and two hexadecimal digits. If the text has a user alone,
+    the password comes from the environment, where no character is written in that way.
 
     Raises:
         ValueError: If the text is not of that form; the message has no password.
@@ -241,7 +241,7 @@ def link_places(
 ) -> tuple[str, str]:
     """Return the host:port where a link listens and tells the others, where "" is nowhere.
 
-    In the second one, port 0 is the port that listens.
+    In the second address, port 0 stands for the port at which the link then listens.
 
     Args:
         listen, advertise, relay: As ``check_link`` has checked.

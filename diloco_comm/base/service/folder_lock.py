@@ -27,6 +27,7 @@ class FolderLock:
 
     The kernel locks the file ``lock``, which stays in the folder and names the process that holds
     the folder. If the file cannot be made there is no lock; no other file can be made there either.
+    Nor is there a lock on a file system without locks: the log says so.
 
     Args:
         folder: A folder that exists.

@@ -4,13 +4,13 @@ A folder of keys looks like this. A file that ends in ``.key_secret`` stays on i
 
     keys/paris.key  keys/paris.key_secret    a pair
     keys/allowed/tokyo.key                   the public keys that are let in
-    keys/readers/lima.key                    those that may look at a registry or a store, no more
+    keys/readers/lima.key                    the public keys that may look at a registry or a store
 
 A pair is of ed25519 keys, with which links, stores and registries protect their connections. A pair
 that was made for a server of asynchronous training has CURVE keys of ZeroMQ, too. ZeroMQ skips the
 lines of links.
-The first line of an allowed file may bind the key of the link to replicas: ``replicas = "1, 3"``.
-A running process reads ``allowed`` again: a key that is added or removed counts a second later.
+A line ``replicas = "1, 3"`` of an allowed file binds the key of the link to these replicas. A
+running process reads ``allowed`` again each second: a key that is added or removed counts then.
 """
 
 from __future__ import annotations
@@ -46,11 +46,14 @@ PUBLIC, SECRET = ".key", ".key_secret"
 LOOK_S = 1.0
 # Error numbers of a process, or a host, that has no descriptor left.
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-# Seconds without trouble after which trouble counts as over: strangers can make it come and go.
+# Seconds without an error of reading the folder or a file of keys, after which the log says that
+# the folder or file can be read again. Strangers' connections can use up the descriptors, so the
+# error comes and goes.
 _QUIET_S = 10.0
-# The mode in which Kubernetes mounts a Secret for a pod with fsGroup: root's, for the pod's group.
+# The mode of a Secret that Kubernetes mounts with ``defaultMode: 0440`` for a pod with fsGroup:
+# root owns the file, and the pod's group may read the file.
 _OF_A_SECRET = 0o440
-# ZeroMQ's text of 32 bytes.
+# Z85: the 40 characters in which ZeroMQ writes a key of 32 bytes.
 _Z85 = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _HEX = re.compile("[0-9a-f]{64}")
 # The line that binds a key to replicas.
@@ -64,13 +67,13 @@ _SECRET_HEAD = (
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys in one file, as they are written there; None for a key that the file does not hold.
+    """The keys in one file, as they are written there; a secret key is None if it is not there.
 
     Attributes:
-        curve, curve_secret: Z85, 40 characters; "" and None in a pair that is not for servers.
+        curve, curve_secret: Z85, 40 characters; ``curve`` is "" in a pair that is not for servers.
         link, link_secret: 64 hexadecimal digits: the public key, and its seed.
-        replicas: The numbers of the replicas to which the key of the link is bound: none where the
-            line of these numbers is damaged. None for a key that is not bound.
+        replicas: The numbers of the replicas to which the key of the link is bound: () where the
+            line of these numbers is damaged, None for a key that is not bound.
     """
 
     curve: str
@@ -165,7 +168,7 @@ def make_keys(folder: Path, workers: list[str] | None = None) -> list[Path]:
     for name in dict.fromkeys([*missing, *names]):
         written += make_pairs(folder, [name], serves=True)
         if name != SERVER:
-            # An older pair of that name may have been removed, all but this copy.
+            # An older pair of that name may have been removed, except for its copy in ``allowed``.
             (folder / ALLOWED / f"{name}{PUBLIC}").unlink(missing_ok=True)
             written += allow(folder, [folder / f"{name}{PUBLIC}"])
     return written
@@ -227,12 +230,12 @@ def _new_keys(serves: bool) -> Keys:
 
 
 def _write(path: Path, text: str, mode: int) -> None:
-    """Write a file, whole or not at all, which never has more than this mode."""
+    """Write a file, whole or not at all, that never has more permissions than ``mode``."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(number, "w", encoding="utf-8") as file:
-            # The umask took some of the mode away.
+            # The umask may have taken away some of the permissions in ``mode``.
             os.fchmod(number, mode)
             file.write(text)
             file.flush()
@@ -343,13 +346,14 @@ def _public_files(folder: Path) -> list[Path]:
 
 
 class Allowed:
-    """The keys of one kind in a folder as it is now: the folder is looked at once a second.
+    """The keys of one kind in a folder as it is now: ``present`` looks at most once a second.
 
     A file that is gone loses its keys at the next look: ``stat`` needs no descriptor, so strangers
     that use up the descriptors of a server hold no removal up. A new file, or a changed one, waits
     until this process has a descriptor. A file that cannot be read keeps its last keys, and no
-    other file waits for that one. If the folder itself is gone or unreadable, all last keys stay. A
-    file or a folder that others may change keeps its last keys, too.
+    other file waits for that one; a file with damaged keys loses them. If the folder itself is gone
+    or unreadable, all last keys stay. A file or a folder that others may change keeps its last
+    keys, too.
 
     Args:
         folder: With a file ``NAME.key`` for each client.
@@ -365,7 +369,8 @@ class Allowed:
         # For each file its stamp, and its keys: None for a file without keys.
         self._files: dict[Path, tuple[object, Keys | None]] = {}
         self._look_at = 0.0
-        # For the folder or a file in trouble: the sentence in the log, and the time of the trouble.
+        # For the folder or a file that could not be read, or that others may change: the sentence
+        # in the log, and the time of the last error.
         self._troubles: dict[Path, tuple[str, float]] = {}
 
     def present(self, *, at_once: bool = False) -> frozenset[bytes]:
@@ -439,7 +444,7 @@ class Allowed:
         }
 
     def _note_folder(self, error: OSError) -> None:
-        """Say that the folder cannot be read, or is gone, such as before a copy takes over."""
+        """Log that the folder cannot be read, or is gone, as while a copy is put in its place."""
         trouble = f"cannot be read ({error.strerror})"
         effect = "the clients that it named before stay allowed; a removed key counts after that"
         if error.errno in _NO_DESCRIPTOR:
@@ -458,7 +463,7 @@ class Allowed:
         self._troubles[path] = sentence, time.monotonic()
 
     def _end_troubles(self) -> None:
-        """Say what can be read again, and has been readable for a while."""
+        """Log which folder or files can be read again: no error came for ``_QUIET_S`` seconds."""
         now = time.monotonic()
         for path, (_, seen_at) in list(self._troubles.items()):
             if now > seen_at + _QUIET_S:
@@ -561,7 +566,7 @@ def read_secret(path: Path) -> Keys:
 def check_secret(path: Path) -> None:
     """Make sure that nobody else may use a secret file, or change the file or its folder.
 
-    Mode 0440 is taken for a file of root's: for a process of root whatever the group of the file,
+    Mode 0440 is accepted for a file of root's: for a process of root whatever the file's group,
     and for another process if the group of the file is one of the process. The other members of
     that group may read the file, too.
 
@@ -651,7 +656,7 @@ class AllowedWatch:
             threading.Thread(target=self._watch, daemon=True, name=name).start()
 
     def look(self) -> frozenset[bytes]:
-        """Let in the keys that are in the folder now, and return them; others' connections end."""
+        """Let in the keys that are allowed now, and return these; the others' connections end."""
         with self._lock:
             present = self._keys.allowed.present(at_once=True)
             keys: tuple[list[bytes], ...] = (sorted(present),)
@@ -672,7 +677,7 @@ class AllowedWatch:
             try:
                 self.look()
             except Exception as error:
-                # The keys of before stay allowed.
+                # The keys of the last look that succeeded stay allowed.
                 logger.warning("the allowed keys could not be read again: %s", error)
 
 
@@ -733,7 +738,7 @@ def _stamp(found: os.stat_result) -> object:
 
 
 class Guard:
-    """Lets in the clients whose public key is in a folder now, while they connect and afterwards.
+    """Lets in clients whose public key is in a folder: when they connect, and for each ``admits``.
 
     Args:
         folder: With a file ``NAME.key`` for each client.

@@ -6,7 +6,8 @@ process dials the relay once more with this number, and then the relay copies by
 connections, as they come. With keys the bytes are encrypted from process to process: the relay
 holds no key, and sees sizes and times alone.
 
-Each side begins with one record. The relay answers with records on a seat alone.
+Each side begins with one record. The relay answers with records on a seat alone, and with one to a
+peer of another version. A *stranger* is a connection whose first record has not come.
 """
 
 from __future__ import annotations
@@ -42,21 +43,21 @@ PING_S = 10.0
 # Seconds for the first record, for the answer to a call, and for the second half of a pair after
 # the first half has ended.
 _RECORD_S, _CALL_S, _HALF_S = 5.0, 10.0, 30.0
-# Seconds to wait where no descriptor is left, and no stranger has one; and between two looks at
-# whether the reserve of descriptors is full.
+# Seconds to wait where no descriptor is left, and no stranger has one; and between two refills of
+# the reserve: descriptors that are kept back to accept connections when no other is left.
 _ACCEPT_PAUSE_S, _RESERVE_S = 0.1, 1.0
 # Error numbers where this process, or this machine, has no descriptor or no memory left.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # Seconds between two looks at whether the dialler of a call still waits.
 _LOOK_S = 1.0
-# Connections that the kernel has and this process has not seen yet.
+# The most connections that wait in the kernel until this process accepts them.
 _BACKLOG = 4096
-# Bytes of a pair that the relay holds, in each direction.
+# The most bytes of a pair that the relay holds, in each direction.
 _BUFFER_BYTES = 128 * 1024
-# Calls that a seat has not been told of, and calls that a process answers at a time.
+# The most calls that a seat has not been told of, and that a process answers at a time.
 _MOST_CALLS, _MOST_ANSWERS = 1024, 64
-# Seconds in which a process connects to the relay, without a record after which the relay counts
-# as lost, and between two attempts to sit down again.
+# Seconds for a process to connect to the relay; of silence after which the relay counts as lost;
+# and between two attempts to get a seat again, at first and at most.
 _CONNECT_S, _SILENCE_S, _PAUSE_S = 10.0, 3 * PING_S, 1.0
 _LONGEST_PAUSE_S = 16.0
 
@@ -148,7 +149,7 @@ class Relay:
     """
 
     def __init__(self, host: str, port: int, *, most: int = 1024) -> None:
-        # Connections without a record.
+        # The most strangers at a time.
         self._most_strangers = _C.most_strangers()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -158,7 +159,7 @@ class Relay:
         self._most, self._num_held, self._is_full = most, 0, False
         self._seats: dict[bytes, _Seat] = {}
         self._calls: dict[bytes, _Call] = {}
-        # Connections without a record, numbered by age, and which of them goes first.
+        # The strangers, numbered by age, and the choice of the stranger that is closed first.
         self._strangers: dict[int, _Stranger] = {}
         self._choice, self._numbers = _C.Strangers(), itertools.count(1)
         self._reserve = _C.Reserve()
@@ -216,7 +217,7 @@ class Relay:
                 self._choice.add(stranger, host)
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
-                # Where the next connection is there already, nothing above waits: the others' turn.
+                # If the next connection is there already, nothing above lets other tasks run.
                 await asyncio.sleep(0)
         finally:
             await _end(*tasks)
@@ -249,7 +250,7 @@ class Relay:
                 self._num_held -= 1
 
     async def _end_a_stranger(self) -> None:
-        """Make room for a newcomer, or wait a moment where there is no stranger."""
+        """Close a stranger to make room for a new connection; wait a moment if there is none."""
         while stranger := self._choice.choose():
             chosen = self._strangers[stranger]
             # The first byte may have come just now.
@@ -343,7 +344,7 @@ class Relay:
         while num_bytes := await self._loop.sock_recv_into(source, buffer):
             await self._loop.sock_sendall(target, view[:num_bytes])
             self.num_copied_bytes += num_bytes
-            # Where bytes and room are always there, nothing above waits: the other pairs' turn.
+            # If bytes and room are always there, nothing above lets other pairs' tasks run.
             await asyncio.sleep(0)
         target.shutdown(socket.SHUT_WR)
 
@@ -402,7 +403,7 @@ class RelaySeat:
     """Waits at a relay, and hands over the connections that peers have dialled there.
 
     The constructor returns when the relay has given the seat. When the relay is lost, this process
-    sits down again as soon as the relay is back.
+    tries to get a seat again, after pauses of at most 16 seconds.
 
     Args:
         relay: ``tcp://host:port``.
@@ -418,7 +419,7 @@ class RelaySeat:
         self, relay: str, nonce: str, adopt: Callable[[int], None], proxy: Proxy | None = None
     ) -> None:
         self._place = parse_address("relay", relay)
-        # As the peers get the relay's address.
+        # The relay's address as peers get it, without a scheme.
         self.relay, self._proxy = name_of_place(*self._place), proxy
         self._nonce = bytes.fromhex(nonce)
         self._adopt = adopt

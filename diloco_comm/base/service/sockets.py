@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import zmq
 
-# Plain integers: operations on zmq's enum flags cost more than a small message.
+# Plain integers: operations on zmq's enum flags cost more time than a small message.
 NOBLOCK, POLLIN = int(zmq.NOBLOCK), int(zmq.POLLIN)
 EVENTS = int(zmq.EVENTS)
 

@@ -177,7 +177,7 @@ def connect(
             it (``diloco-comm keys make``). For ``etcds``: folder with ``ca.pem``, and
             ``client.pem`` with ``client-key.pem`` if etcd asks for a certificate; without ``key``
             the system's certificates count.
-        insecure: Use an address that other machines reach without keys.
+        insecure: Connect to another machine without keys, or to etcd without TLS.
         registry_id: The ``registry_id`` that must answer; "" for any.
 
     Raises:

@@ -24,9 +24,10 @@ Change = tuple[str, bytes]
 
 FILE, KIND = "journal", "registry"
 _CHANGE = struct.Struct("<HI")  # bytes of the run's name, bytes of the record
-# Swaps in one entry of a compacted journal.
+# The most records in one entry of a compacted journal.
 _BATCH = 64
-# A journal that has grown by so many bytes is compacted.
+# A journal is compacted when it has grown by 32 to 64 MiB: when it has so many bytes or, if its
+# records alone have more than half of these, when half of these have been added.
 _COMPACT_BYTES = 1 << 26
 
 
@@ -104,7 +105,7 @@ class Journal:
             DoubtfulWrite: If the fsync failed. ``records`` has not changed, and the file is
                 written anew before the next entry, so that both agree again.
             OSError: If the changes cannot be written, or another program has changed the file;
-                nothing has changed, also after a crash.
+                these changes do not count, also after a crash.
         """
         if self._log is None or self._log.is_doubtful:
             self._rewrite()
@@ -115,7 +116,7 @@ class Journal:
             self._compact()
 
     def _compact(self) -> None:
-        """Write a short file; if that fails, go on in the long one, and try again much later."""
+        """Write a short file; if that fails, go on in the long one, and try again 64 MiB later."""
         self._spared_bytes += _COMPACT_BYTES
         try:
             self._rewrite()
@@ -192,7 +193,7 @@ def _parsed(content: bytes) -> list[Change]:
     """Return the changes in an entry of the log.
 
     Raises:
-        ValueError: If these are no bytes that a server has written.
+        ValueError: If a change is not whole, or its name or record is not of the allowed form.
     """
     found, offset = [], 0
     while offset < len(content):

@@ -44,8 +44,9 @@ class RegistryMismatch(TableAway, RuntimeError):
 class Registry(Table, Protocol):
     """The table of a run: one record and the beats of the members, which other runs do not see.
 
-    All methods raise ``RegistryUnavailable`` if there is no answer within the ``timeout_s`` that
-    was given to ``connect``, and ``RegistryMismatch`` if another registry answers.
+    All methods that wait for an answer raise ``RegistryUnavailable`` if none comes within the
+    ``timeout_s`` that was given to ``connect``, and ``RegistryMismatch`` if another registry
+    answers.
     """
 
     @property

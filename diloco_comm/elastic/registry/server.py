@@ -44,7 +44,7 @@ class RegistryServer:
         listen: ``host:port``; port 0 picks a free one, see ``address`` afterwards.
         journal: Folder of the journal; None keeps all in memory, and a restart forgets all.
         keys: Folder of keys, or a file ``NAME.key_secret`` in it (``diloco-comm keys make``).
-        insecure: Allow an address that other machines reach, without keys.
+        insecure: Listen without keys at an address that other machines can reach.
         drop_after: Seconds, as this process counts them, after which a beat or post that its member
             has not renewed is dropped.
 

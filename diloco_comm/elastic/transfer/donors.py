@@ -177,7 +177,7 @@ class Donor:
     def load(self) -> tuple[int, int, float]:
         """A key to sort donors by: the least busy one first, then the one asked longest ago.
 
-        With a limited bandwidth only one request is open at a time, so the time decides.
+        With a limited bandwidth mostly one request is open at a time, so the time decides.
         """
         num_newcomers = 0 if self.status is None else self.status.num_newcomers
         return self.num_open, num_newcomers, self._last_asked
@@ -190,7 +190,8 @@ class Donor:
     ) -> bool:
         """Send a request; return whether it was sent.
 
-        It is not while the link has no connection, or shortly after an answer without a body.
+        No request is sent while the link has no connection, or shortly after an answer without a
+        body.
 
         Args:
             wanted: The request.
@@ -216,7 +217,8 @@ class Donor:
     def take(self, number: int, head: bytes, body: Tensor) -> bool:
         """Handle the answer to request ``number``; return False if this donor has no such request.
 
-        An empty head says that the connection has ended, or that nobody serves there.
+        The head is empty if the connection ended before the whole answer had arrived, nobody serves
+        there, the body is longer than accepted, or the donor had no memory for the answer.
         """
         asked = self._open.pop(number, None)
         if asked is None:

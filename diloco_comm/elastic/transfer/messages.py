@@ -69,7 +69,7 @@ class Answer:
 
     Attributes:
         kind: The kind of the answer.
-        standing: The round after which the elements are.
+        standing: The round after which the donor's elements have these values.
         digest: The digest of the body or, if only that was asked for, of the elements.
         body: uint8; empty for most kinds.
     """

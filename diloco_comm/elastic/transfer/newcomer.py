@@ -132,7 +132,7 @@ class FragmentCopy:
 
     @property
     def standing(self) -> Standing | None:
-        """The round after which all pieces are; None while pieces are missing, or these differ."""
+        """The round after which all pieces are; None while pieces are missing or after others."""
         standings = {piece.standing for piece in self.pieces}
         return next(iter(standings)) if len(standings) == 1 else None
 
@@ -162,8 +162,8 @@ class FragmentCopy:
     def adopt(self, status: Status, logged: Callable[[int, int], LoggedRound | None]) -> None:
         """Use the values of a checkpoint, which the fragment holds, as pieces to be confirmed.
 
-        While the donors are behind the checkpoint, this does nothing. If their logs do not reach
-        back to the checkpoint, all pieces are copied instead.
+        While the donors are behind the checkpoint, the call only notes that in ``was_ahead``. If
+        their logs do not reach back to the checkpoint, all pieces are copied instead.
 
         Args:
             status: The status of the donor that is furthest.
@@ -233,7 +233,8 @@ _PATIENCE_S = 5.0
 _REACH_S = 0.2
 # A donor that has not answered is asked nothing for so many seconds.
 _LOST_S = 30.0
-# A newcomer whose pieces had to be dropped more often than this gives up copying beside training.
+# A newcomer gives up copying beside training if its pieces had to be dropped more often than this,
+# on the mean of all pieces.
 _MAX_COPIES = 3
 
 
