@@ -133,7 +133,8 @@ def test_replicas_of_their_own_write_a_trace_each(tmp_path: Path) -> None:
     ended = profile_run(tmp_path, *command)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["command"] == command
-    assert ended.stderr.count("trained\n") == 2
+    # The lines of the two processes may be mixed.
+    assert ended.stderr.count("trained") == 2
     assert "diloco-comm profile report traces" in ended.stderr
     names = [Path(path).name for path in json.loads(ended.stdout)["traces"]]
     assert names == ["rank0.json.gz", "rank1.json.gz"]
