@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -224,3 +225,36 @@ def test_the_times_of_two_views() -> None:
     assert totals == ElasticTotals(25, 5, 4, 3, 2, 2)
     assert totals.goodput == 0.8
     assert ElasticTotals().goodput == 0.0
+
+
+def share_a_folder(rank: int, world: int, store: tuple[str, int], registry: str, path: str) -> int:
+    """Replica 0 has a folder as a launcher gives it; the second process has a copy of the folder.
+
+    Returns the number of the replica when both train.
+    """
+    signs = connect(store)
+    if rank == 1:
+        signs.wait(["begun"])
+        # Replica 0 trains on, and may be writing a new version beside its file.
+        unfinished = shutil.ignore_patterns("*.partial.*")
+        shutil.copytree(f"{path}/0", f"{path}/1", ignore=unfinished)
+    os.environ["DILOCO_COMM_STATE_DIR"] = f"{path}/{rank}"
+    try:
+        diloco, model, optimizer = attach(registry, None, total_steps=10**6)
+    finally:
+        del os.environ["DILOCO_COMM_STATE_DIR"]
+    signs.set("begun", "now")
+    while len(diloco.members) < 2:
+        take_inner_step(model, optimizer, rank, diloco.inner_step + 1)
+        time.sleep(PACE_S)
+    number = diloco.members[diloco.replica_index]
+    diloco.close()
+    return number
+
+
+@pytest.mark.nightly("4 s; it differs from a new folder in one file")
+def test_a_copied_state_folder_gives_another_number(
+    fresh_workers: Callable[..., Pool], registry: Host, tmp_path: Path
+) -> None:
+    pool = fresh_workers(2, init_group=False)
+    assert pool.run(share_a_folder, pool.store, registry.address, str(tmp_path)) == [0, 1]

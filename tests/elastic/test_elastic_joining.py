@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_replicas import End, Run, check_one_line, live
+from elastic_replicas import End, Fault, Run, check_one_line, live
 from elastic_replicas import registry as registry
 from fault_replicas import Setup, hash_of, make_model
 from fault_simulation import Simulation
 from registries import Host
 from workers import Pool
 
+from diloco_comm import Eager, Streaming
 from diloco_comm.elastic.events import ViewChanged
 from diloco_comm.ops.digests import digest_of
 
@@ -119,3 +120,49 @@ def test_a_replica_from_a_checkpoint_takes_the_rounds_since(
     num_bytes = ends[2].progress[-1].received_bytes + ends[2].caught_up_bytes
     assert num_bytes <= rounds * 2 * 1.2 * NUM_PARAMETERS
     assert ends[2].progress[-1].is_ready
+
+
+@pytest.mark.nightly("8 s each; the first tier has a newcomer beside training")
+@pytest.mark.parametrize(
+    ("options", "log", "is_beside"),
+    [
+        ({"overlap": Streaming(delay=2, alpha=0.5), "fragments": 3}, LARGE_LOG, True),
+        ({"overlap": Eager()}, LARGE_LOG, False),
+        ({}, {"round_log_bytes": 0}, False),
+    ],
+    ids=["streaming", "eager", "no log"],
+)
+def test_a_state_is_copied_beside_training_or_at_the_boundary(
+    fresh_workers: Callable[..., Pool],
+    registry: Host,
+    options: dict[str, Any],
+    log: dict[str, int],
+    is_beside: bool,
+) -> None:
+    run = Run(
+        2, LAST_STEP, joins={2: 4}, options=options, membership=log, pace_s=0.08, pace_until=2
+    )
+    copied_bytes = joined_with(run_all(fresh_workers, registry, run, 3), 2).copied_bytes
+    assert copied_bytes == 0 if is_beside else copied_bytes >= STATE_BYTES
+
+
+@pytest.mark.nightly("20 s; test_transfer changes donors, test_inner_state loses one")
+def test_a_donor_dies_while_its_state_is_copied(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    fault = Fault(1, 4, "kill", "vote", is_donor=True)
+    run = Run(
+        3,
+        LAST_STEP,
+        joins={3: 4},
+        faults=(fault,),
+        options={"fragments": 4},
+        membership={**LARGE_LOG, "join_bandwidth": STATE_BYTES / 4},
+        pace_s=0.08,
+        pace_until=3,
+    )
+    ends = run_all(fresh_workers, registry, run, 4, frozenset({1}))
+    joined = joined_with(ends, 3)
+    assert joined.copied_bytes == 0
+    assert ends[0].members == (0, 2, 3)
+    assert any(view.left == (1,) and 3 not in view.members for view in ends[0].views)

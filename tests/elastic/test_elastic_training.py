@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from elastic_replicas import Fault, Run, check_one_line, live
+from elastic_replicas import SUSPECT_AFTER_S, Fault, Run, check_one_line, live
 from elastic_replicas import registry as registry
 from fault_replicas import Setup, connect, hash_of
 from fault_simulation import Simulation
@@ -18,6 +20,8 @@ from workers import Pool
 from diloco_comm import CO2, SGD, Blocking, Delayed, Eager, Streaming
 from diloco_comm.ops.digests import digest_of
 
+# For wires that take no block size.
+SMALL: dict[str, Any] = {"block_size": None, "chunk_bytes": 64}
 POLICIES: dict[str, dict[str, Any]] = {
     "blocking": {"overlap": Blocking()},
     "blocking-tcp": {"overlap": Blocking(), "backend": "tcp"},
@@ -26,6 +30,13 @@ POLICIES: dict[str, dict[str, Any]] = {
     "delayed": {"overlap": Delayed()},
     "eager": {"overlap": Eager()},
     "co2": {"overlap": CO2()},
+    "rotated": {**SMALL, "wire": "int2r"},
+    "rotated-eager": {**SMALL, "wire": "sub8", "overlap": Eager(), "outer": SGD(1.0)},
+    "sparse-streaming": {
+        **SMALL,
+        **{"wire": "topk64", "overlap": Streaming(delay=2, alpha=0.5), "fragments": 3},
+        **{"outer": SGD(1.0), "error_feedback": True},
+    },
 }
 
 
@@ -287,6 +298,23 @@ def test_one_dies_in_the_flush(
     run_all(fresh_workers, registry, run, 3, {2})
 
 
+@pytest.mark.nightly("10 s; test_faults_liveness stops a replica of a fixed group")
+@pytest.mark.slow
+def test_a_replica_that_hangs_is_left_behind(
+    fresh_workers: Callable[..., Pool], registry: Host
+) -> None:
+    pool = fresh_workers(3, init_group=False)
+    run = Run(3, 40, faults=(Fault(0, 20, "stop", "header"),))
+    pool.submit(live, pool.store, registry.address, run)
+    waker = threading.Timer(3 * SUSPECT_AFTER_S, pool.kill, (0, signal.SIGCONT))
+    waker.start()
+    ends = pool.collect(timeout=60)
+    waker.join()
+    assert "start this replica again" in ends[0].error
+    assert ends[1].members == ends[2].members == (1, 2)
+    assert ends[1].outer == ends[2].outer
+
+
 @pytest.mark.nightly("15 s; test_registry_server has the registry's restart")
 @pytest.mark.slow
 def test_the_registry_is_away_for_a_while(
@@ -314,7 +342,7 @@ def test_the_registry_is_away_for_a_while(
 def test_one_joins_where_a_mean_has_a_wire_of_its_own(
     fresh_workers: Callable[..., Pool], registry: Host
 ) -> None:
-    options = {"wire": "sub2", "block_size": None, "chunk_bytes": 64, "outer": SGD(1.0)}
+    options = {**SMALL, "wire": "sub2", "outer": SGD(1.0)}
     joins = {4: 12, 5: 40}
     run = Run(4, 160, joins=joins, joins_in_turn=True, options=options, pace_until=5)
     pool = fresh_workers(6, init_group=False)

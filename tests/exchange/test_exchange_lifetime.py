@@ -118,6 +118,39 @@ def test_no_room_for_the_engine_thread() -> None:
     assert done.stdout == "Resource temporarily unavailable True\n"
 
 
+def test_a_forked_child_is_told() -> None:
+    ex = _alone()
+    buffers = ex.buffers(100, WireFormat("int8"))
+    work = ex.start(buffers, outer=None, params=[torch.ones(100)], header=Header())
+    calls: list[Callable[[], object]] = [
+        lambda: ex.start(buffers, outer=None, params=[torch.ones(100)], header=Header()),
+        work.wait, work.done, lambda: work.headers,
+    ]  # fmt: skip
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        for call in calls:
+            try:
+                call()
+                text = "no error"
+            except RuntimeError as error:
+                text = str(error)
+            os.write(writing, text.encode() + b"\n")
+        ex.close()
+        del ex, work, calls
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answers:
+        texts = answers.read().splitlines()
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(texts) == len(calls)
+    assert all("forked child" in text and "create a new DiLoCo" in text for text in texts)
+    work.wait(40)
+    buffers.commit()
+    sync(ex, buffers, [torch.ones(100)])
+    ex.close()
+
+
 def test_arguments_are_checked() -> None:
     store = dist.HashStore()
     with pytest.raises(ValueError, match="replica 5 is not one of the members"):

@@ -339,6 +339,19 @@ def test_clients_that_read_nothing_hold_half_a_gibibyte_at_most(
     assert memory_mib(process.pid, "VmHWM") < before + 900
 
 
+@pytest.mark.nightly("a store of 40 MB; tests in C++ have small values")
+def test_a_host_keeps_no_answer_that_was_taken(
+    store_process: tuple[subprocess.Popen[str], int],
+) -> None:
+    process, port = store_process
+    clients = [dial_store("127.0.0.1", port, SOON_S) for _ in range(12)]
+    clients[0].set("large", b"x" * (40 << 20))  # type: ignore[arg-type]
+    before = memory_mib(process.pid, "VmRSS")
+    for client in clients:
+        assert len(client.get("large")) == 40 << 20
+    assert memory_mib(process.pid, "VmRSS") < before + 200
+
+
 def is_cut(connection: socket.socket) -> bool:
     """Whether the other side has ended a connection from which nothing is read."""
     poll = select.poll()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from fault_replicas import (
     check_agreement,
     default_handler,
     end,
+    wait_for,
 )
 
 from diloco_comm import LeftBehind, NonFiniteError, SyncError
+from diloco_comm.exchange.membership import change
 
 # ------------------------------------------------------------------------- one and two deaths
 
@@ -109,6 +112,95 @@ def test_a_second_death_is_agreed_on_too(fresh_workers: Fresh, is_named: bool) -
     check_agreement(one.result for one, _ in results[:2])
 
 
+def come_late(rank: int, world: int, address: Address, setup: Setup) -> Any:
+    """Replica 0 has applied the round and trains on; meanwhile replica 2 is lost in regrouping."""
+    replica = Replica(address, rank, range(world), setup, join_timeout=2.0, suspect_after=2.0)
+    replica.train_to(2 * H - 1)
+    if rank == 3:
+        replica.fault("kill", "vote", num_peers=1)
+    if rank == 0:
+        replica.step()
+        replica.store.wait(["regrouped"])
+    failure = replica.train_until_failure(H)
+    if rank == 2:
+        replica.store.wait(["failed"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        replica.store.set("failed", "")
+        with pytest.raises(SyncError) as caught:
+            replica.diloco.change_group([0, 1, 2])
+        assert caught.value.missing == (2,), str(caught.value)
+        replica.store.set("regrouped", "")
+    # A late replica follows the newest decision, not the decision that its own exchange knows.
+    replica.diloco.change_group("survivors")
+    replica.train_to(4 * H)
+    return end(replica, failure)
+
+
+@pytest.mark.nightly("5 s; the explorer of termination has late processes")
+def test_who_comes_late_follows_the_newest_decision(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(4, init_group=False)
+    setup = Setup("int8", 1, H, timeout=1800.0)
+    results: list[Any] = pool.run(come_late, pool.store, setup, expect_exit={2, 3}, timeout=50)
+    # Each names those that it misses at the moment of its error.
+    assert [one.missing for one in results[:2]] == [(2, 3), (3,)]
+    assert [one.survivors for one in results[:2]] == [(0, 1), (0, 1, 2)]
+    assert all(one.members == (0, 1) for one in results[:2])
+    check_agreement(one.result for one in results[:2])
+
+
+def lose_one_connection(rank: int) -> None:
+    """Let the next group fail while it connects, on replica 0; the others wait for it briefly."""
+    limit, connect = change.LIMIT_S, change.connect
+
+    def connect_once(*arguments: Any) -> Any:
+        change.LIMIT_S, change.connect = limit, connect
+        if rank == 0:
+            raise SyncError("lost on purpose", stage="connect")
+        return connect(*arguments)
+
+    change.LIMIT_S, change.connect = 2.0, connect_once
+
+
+def take_time_before_the_next_try(rank: int, world: int, address: Address, setup: Setup) -> Any:
+    """Connecting fails once. Replica 1 does other things then, for longer than ``join_timeout``."""
+    replica = Replica(address, rank, range(world), setup, join_timeout=4.0, suspect_after=4.0)
+    replica.train_to(2 * H - 1)
+    if rank == 2:
+        replica.fault("stop", "reduce")
+    failure = replica.train_until_failure(1)
+    if rank == 2:
+        with pytest.raises(LeftBehind) as told:
+            replica.diloco.change_group("survivors")
+        return failure, told.value
+    lose_one_connection(rank)
+    with pytest.raises(SyncError, match="lost on purpose") as caught:
+        replica.diloco.change_group("survivors")
+    assert caught.value.survivors == (0, 1)
+    if rank == 1:
+        time.sleep(9.0)
+    replica.diloco.change_group([0, 1])
+    replica.train_to(4 * H)
+    replica.store.set(f"went on/{rank}", "")
+    return failure, replica.result()
+
+
+@pytest.mark.nightly("18 s; the explored models have tries that fail")
+def test_a_try_that_failed_does_not_hide_who_lives(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(3, init_group=False)
+    setup = Setup("int8", 1, H, timeout=1800.0)
+    pool.submit(take_time_before_the_next_try, pool.store, setup)
+    wait_for(pool, ["went on/0", "went on/1"], timeout=60)
+    pool.kill(2, signal.SIGCONT)
+    results: list[Any] = pool.collect(timeout=30)
+    check_agreement(result for _, result in results[:2])
+    # The replica that was left out finds the others, though it knows of the first epoch alone.
+    failure, error = results[2]
+    epoch = results[0][1].epoch
+    assert failure.kind == "LeftBehind" and failure.details["went_on_in"] == epoch, failure
+    assert error.went_on_in == epoch and error.survivors == (0, 1)
+
+
 # --------------------------------------------------- a Ctrl-C when a change has come to its end
 
 
@@ -147,6 +239,37 @@ def test_what_a_replica_lacks_is_owed_after_a_ctrl_c(fresh_workers: Fresh) -> No
 
 
 # ------------------------------------------------------------------------- what a handler sees
+
+
+def leave_and_die(rank: int, world: int, address: Address, setup: Setup) -> Any:
+    replica = Replica(address, rank, range(world), setup)
+    replica.train_to(2 * H - 1)
+    if rank == 1:
+        replica.diloco.close()
+        return None
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    failure = replica.train_until_failure(1)
+    replica.diloco.change_group("survivors")
+    replica.train_to(4 * H)
+    return end(replica, failure)
+
+
+@pytest.mark.nightly("3 s; the first tier has both apart")
+def test_one_leaves_and_another_dies(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(4, init_group=False)
+    results: list[Any] = pool.run(
+        leave_and_die, pool.store, Setup("int8", 1, H), expect_exit={3}, timeout=40
+    )
+    for one in (results[0], results[2]):
+        failure = one.result.failures[0]
+        assert failure.kind == "PeerLeft", failure
+        assert failure.details["replicas"] == (1,), failure
+        assert failure.details["inner_steps"] == (2 * H - 1,), failure
+        assert one.missing == (1, 3) and one.survivors == one.members == (0, 2), failure
+        assert "replica 1 closed its DiLoCo and left" in failure.message
+        assert "replica 3 has ended" in failure.message
+    check_agreement([results[0].result, results[2].result])
 
 
 def handle_bad_values(rank: int, world: int, address: Address, setup: Setup) -> Any:

@@ -190,3 +190,42 @@ def test_who_is_left_out_in_an_exchange_does_not_go_on_alone(fresh_workers: Fres
     assert results[0] == results[1]
     # Told as LeftBehind, unless it was heard before the others had agreed to leave it out.
     assert set(results[2].missing) <= {2}, results[2]
+
+
+def leave_out_after_a_decision(rank: int, world: int, address: Address, setup: Setup) -> Any:
+    """Replica 3 dies, and all others survive it; but 0 and 1 go on without 2 then."""
+    limits = {"join_timeout": 1800.0, "suspect_after": 4.0}
+    replica = Replica(address, rank, range(world), setup, **limits)
+    replica.train_to(2 * H - 1)
+    if rank == 3:
+        replica.fault("kill", "header")
+    if rank == 2:
+        # In no exchange: its engine alone answers.
+        replica.store.wait(["went on/0", "went on/1"])
+        failure = replica.train_until_failure(1)
+        with pytest.raises(LeftBehind) as caught:
+            replica.diloco.change_group("survivors")
+        replica.store.set("told", "")
+        return failure, caught.value
+    failure = replica.train_until_failure(1)
+    replica.diloco.change_group([0, 1])
+    replica.train_to(4 * H)
+    replica.store.set(f"went on/{rank}", "")
+    replica.store.wait(["told"])
+    return failure, replica.diloco.epoch
+
+
+@pytest.mark.nightly("8 s; the first tier has a zombie that hears of a new group")
+def test_a_group_that_has_begun_says_more_than_the_decision_before(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(4, init_group=False)
+    setup = Setup("int8", 1, H, timeout=1800.0)
+    results: list[Any] = pool.run(
+        leave_out_after_a_decision, pool.store, setup, expect_exit={3}, timeout=40
+    )
+    for failure, _ in results[:2]:
+        assert failure.details["survivors"] == (0, 1, 2), failure
+    failure, error = results[2]
+    assert failure.kind == "LeftBehind" and failure.missing == (2, 3), failure
+    assert "the group of replicas [0, 1] went on in epoch 2 without replica 2" in failure.message
+    assert failure.details["went_on_in"] == error.went_on_in == results[0][1]
+    assert error.survivors == (0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import time
@@ -138,6 +139,26 @@ def test_who_was_there_and_is_silent_ends_the_first_meeting(fresh_workers: Fresh
     assert "[1] came, and was silent for 2 s then" in text, text
 
 
+def meet_and_die_connecting(rank: int, world: int, address: Address) -> Any:
+    if rank == 1:
+        change.connect = kill_ourselves
+    setup = Setup("int8", 1, H, timeout=3.0)
+    with pytest.raises(SyncError) as caught:
+        Replica(address, rank, range(3), setup)
+    error = caught.value
+    return str(error), error.missing, error.survivors, error.stage
+
+
+@pytest.mark.nightly("5 s; the first tier has a newcomer that dies")
+def test_a_death_while_connecting_is_one_error_for_all(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(3, init_group=False)
+    results: list[Any] = pool.run(meet_and_die_connecting, pool.store, expect_exit={1}, timeout=30)
+    # The words are each replica's own.
+    for text, missing, survivors, stage in (results[0], results[2]):
+        assert missing == (1,) and survivors == (0, 2) and stage == "connect", text
+        assert "could not be connected: " in text and "replica 1 at " in text
+
+
 # ------------------------------------------------------------------------------- in a round
 
 
@@ -252,6 +273,40 @@ def test_a_change_that_one_member_misses_makes_no_second_training(
     assert isinstance(results[first], Result), results
     text, survivors = results[1 - first]
     assert survivors == (first,) and "close this DiLoCo" in text
+
+
+def start_all_again(rank: int, world: int, address: Address) -> Any:
+    """Ranks 0 to 2 are the old processes; of them replica 2 takes its time to end."""
+    store = connect(address)
+    number, is_new = rank % 3, rank >= 3
+    if not is_new:
+        replica = Replica(address, number, range(3), HALF_AN_HOUR)
+        replica.train_to(H)
+        store.set(f"trained/{rank}", "")
+        if number == 2:
+            store.wait(["warned/3", "warned/4"])
+            store.set("ended", "")
+        store.wait(["trained/0", "trained/1", "trained/2"])
+        # An end without a word, as of a process that a signal ends.
+        os._exit(0)
+    store.wait(["trained/0", "trained/1", "trained/2"])
+    handler = logging.Handler()
+    handler.emit = lambda record: (  # type: ignore[method-assign]
+        store.set(f"warned/{rank}", record.getMessage())
+        if "runs already" in record.getMessage()
+        else None
+    )
+    logging.getLogger("diloco_comm").addHandler(handler)
+    if number == 2:
+        store.wait(["ended"])
+    return finish(Replica(address, number, range(3), HALF_AN_HOUR), 2 * H)
+
+
+@pytest.mark.nightly("4 s; the first tier has a replica that is told of a newer group")
+def test_an_old_process_that_ends_late_does_not_end_a_new_start(fresh_workers: Fresh) -> None:
+    pool = fresh_workers(6, init_group=False)
+    results: list[Any] = pool.run(start_all_again, pool.store, expect_exit={0, 1, 2}, timeout=90)
+    check_agreement(results[3:])
 
 
 # ------------------------------------------------------------- left behind while waiting for others

@@ -182,6 +182,43 @@ def test_close_does_not_wait_for_a_store_that_hangs(
     pool.collect(timeout=30)
 
 
+def leave_while_the_store_hangs(
+    rank: int, world: int, addresses: list[tuple[str, int]], setup: Setup
+) -> tuple[str, tuple[int, ...], tuple[int, ...], bool] | None:
+    other = connect(addresses[1])
+    replica = Replica(addresses[0], rank, range(world), setup)
+    replica.train_to(H + 1)
+    other.set(f"ready/{rank}", "")
+    other.wait(["store is gone"])
+    if rank == 0:
+        replica.diloco.close()
+        other.set("left", "")
+        return None
+    replica.train_to(2 * H - 1)
+    other.wait(["left"])
+    failure = replica.train_until_failure(1)
+    # A process that ends leaves its group, too.
+    other.set(f"failed/{rank}", "")
+    other.wait([f"failed/{one}" for one in range(1, world)])
+    details = failure.details
+    return failure.kind, details["replicas"], details["inner_steps"], failure.is_state_kept
+
+
+@pytest.mark.nightly("5 s; test_faults_values names a replica that closes")
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_who_left_is_named_without_the_store(
+    fresh_workers: Callable[..., Pool], host: Any, world: int
+) -> None:
+    pool = fresh_workers(world, init_group=False)
+    job, address = host
+    pool.submit(leave_while_the_store_hangs, [address, pool.store], Setup(timeout=300.0))
+    wait_for(pool, [f"ready/{rank}" for rank in range(world)])
+    job.send_signal(signal.SIGSTOP)
+    pool.crew.store.set("store is gone", "")
+    results: list[Any] = pool.collect(timeout=30)
+    assert results[1:] == [("PeerLeft", (0,), (H + 1,), True)] * (world - 1)
+
+
 def fail_while_the_store_is_in_use(
     rank: int, world: int, address: tuple[str, int], setup: Setup
 ) -> str | None:

@@ -465,3 +465,48 @@ def test_accelerate_divides_a_replica_among_its_workers(
     assert set(counts.values()) == {1} and counts.total() > NUM_SAMPLES - at_once
     assert all(len(batches) == number for batches, number, _ in ends)
     assert {taken for _, _, taken in ends} == {12 if split_batches else 24}
+
+
+def hf_of_several_workers(
+    rank: int, world: int, address: tuple[str, int], folder: Path
+) -> list[list[int]]:
+    """Two replicas of two workers: the trainer divides the part of a replica among its workers."""
+    replica, _ = join_workers(rank, address, "workers")
+    place = on_store(replica, 2, address, "data several workers")
+    place["shard_group"] = dist.group.WORLD
+    return train_hf(replica, str(folder / str(rank)), Numbered(), {}, **place)[0]
+
+
+def resumed_hf_of_several_workers(
+    rank: int, world: int, address: tuple[str, int], folder: Path
+) -> Resumed:
+    replica, _ = join_workers(rank, address, "resumed workers")
+    place = on_store(replica, 2, address, "data resumed workers")
+    place["shard_group"] = dist.group.WORLD
+    return resumed_hf(replica, str(folder), place, 0, saved=6)
+
+
+@pytest.mark.nightly("4 s; test_a_trainer_resumes_in_its_second_epoch has one worker")
+@needs("transformers")
+def test_workers_of_a_replica_resume_in_their_second_epoch(
+    fresh_trainers: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    pool = fresh_trainers(4)
+    for whole, resumed in pool.run(
+        resumed_hf_of_several_workers, pool.store, tmp_path, timeout=110
+    ):
+        assert resumed == whole and len(whole) == 2
+
+
+@pytest.mark.nightly("4 s; test_each_replica_reads_its_own_part has replicas of one worker")
+@needs("transformers")
+def test_workers_of_a_replica_divide_its_part(
+    trainer_replicas: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    pool = trainer_replicas(4)
+    results = pool.run(hf_of_several_workers, pool.store, tmp_path, timeout=110)
+    firsts = [halves(batches)[0] for batches in results]
+    assert len({counts.total() for counts in firsts}) == 1
+    whole = set().union(*firsts)
+    assert whole == set(range(NUM_SAMPLES))
+    assert not (firsts[0] | firsts[1]) & (firsts[2] | firsts[3])

@@ -57,6 +57,18 @@ def train(rank: int, world: int, registry: str, folder: str) -> tuple[int, int, 
     return trainer.state.global_step, callback.diloco.inner_step, callback.diloco.is_done
 
 
+@pytest.mark.nightly("25 s; test_elastic_training has a replica that leaves")
+@pytest.mark.slow
+@needs("transformers")
+def test_a_trainers_replica_leaves_and_the_other_ends(
+    trainer_replicas: Callable[[int], Pool], registry: Host, tmp_path: Path
+) -> None:
+    pool = trainer_replicas(2)
+    stays, leaves = pool.run(train, registry.address, str(tmp_path), timeout=60)
+    assert stays == (LAST_STEP, LAST_STEP, True)
+    assert leaves[2] and leaves[0] < LAST_STEP and leaves[1] < LAST_STEP
+
+
 # --------------------------------------------------------------------------------- a newcomer
 
 # A replica's learning rate by inner step, whether the trainer's step was the group's, and the names

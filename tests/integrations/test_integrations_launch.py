@@ -67,6 +67,35 @@ def test_bad_variables_are_one_sentence() -> None:
         launch.find({**SRUN, "SLURM_STEP_NODELIST": ""})
 
 
+TRAINED = """
+from diloco_comm.integrations.launch import replica_per_process
+replicas = replica_per_process()
+import torch
+from diloco_comm import SGD, DiLoCo, Link
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.constant_(model.weight, 1.0)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+link, peers = Link(timeout=30), replicas["peers"]
+with DiLoCo(model, optimizer, sync_every=1, outer=SGD(1.0), wire="fp32", link=link, peers=peers):
+    model.weight.grad = torch.full((1, 1), float(RANK + 1))
+    optimizer.step()
+tell(device=os.environ["CUDA_VISIBLE_DEVICES"], place=[peers.replica, peers.of])
+tell(weight=model.weight.item())
+"""
+
+
+@pytest.mark.nightly("12 s; test_integrations_twice starts a trainer under torchrun")
+def test_each_process_of_torchrun_is_a_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    # The weight goes from 1 to 0 and to -1; the mean is -0.5.
+    assert torchrun(TRAINED, tmp_path) == [
+        {"device": device, "place": [rank, 2], "weight": -0.5}
+        for rank, device in enumerate(("4", "6"))
+    ]
+
+
 OTHERS = """
 import os
 site = {"GROUP_SCRATCH": "/scratch", "LOCAL_DATA_DIR": "/data", "ROLE_OF_HOST": "trainer"}

@@ -53,6 +53,22 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.nightly(
+    "6 s; the first tier has Accelerate, which Hugging Face's trainer uses, under torchrun"
+)
+@needs("transformers")
+@pytest.mark.usefixtures("forked_trainers")
+def test_hugging_face_under_torchrun(tmp_path: Path) -> None:
+    first, second = torchrun(HUGGING_FACE, tmp_path)
+    for told in (first, second):
+        assert told["default"].startswith(f"ValueError: {SPANS}TrainingArguments and the Trainer")
+        assert told["default"].endswith("are made, and DiLoCoCallback(..., **replicas)")
+        assert told["on_store"] == told["default"]
+    # The two processes as the workers of one replica: DDP makes them equal.
+    assert first["workers"][:2] == first["alone"][:2] == [1, 2]
+    assert first["workers"] == second["workers"] and first["alone"] == second["alone"]
+
+
 # Without use_cpu=True transformers knows of one process where there is no GPU, and wraps nothing.
 UNAWARE = (
     HUGGING_FACE[: HUGGING_FACE.index("store =")].replace(

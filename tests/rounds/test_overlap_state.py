@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from choice_groups import grouped
-from problems import equal, train_step
+from problems import equal, load_training, save_training, train_step
 from torch import Tensor, nn
 
 from diloco_comm import CO2, Delayed, DiLoCo, Eager, HeavyBall, Nesterov, Streaming
@@ -74,6 +75,68 @@ def snapshot(model: nn.Module, diloco: DiLoCo) -> list[Tensor]:
         residuals = (part.buffers.residual, *part.buffers.residuals.reductions())
         tensors += [residual.clone() for residual in residuals if residual is not None]
     return tensors
+
+
+def resume_everywhere(rank: int, world: int, names: list[str]) -> dict[str, list[bool]]:
+    """Train in one go, saving after every step, then resume from each of the saves."""
+    matches: dict[str, list[bool]] = {}
+    for name in names:
+        saves = []
+        model, optimizer, diloco = attach(rank, name)
+        with diloco:
+            for step in range(NUM_STEPS):
+                saves.append(save_training(model, optimizer, diloco))
+                train_step(model, optimizer, rank, step, WIDTH)
+            expected = snapshot(model, diloco)
+        # One object takes all saves in turn: loading drops what it has in flight.
+        model, optimizer, diloco = attach(rank, name)
+        with diloco:
+            matches[name] = []
+            for first, file in enumerate(saves):
+                load_training(file, model, optimizer, diloco)
+                assert diloco.inner_step == first
+                for step in range(first, NUM_STEPS):
+                    train_step(model, optimizer, rank, step, WIDTH)
+                matches[name].append(equal(snapshot(model, diloco), expected))
+    return matches
+
+
+@pytest.mark.nightly("13 s; test_state resumes after every step, the frozen runs on all policies")
+@pytest.mark.parametrize("world", [2, 3])
+def test_resume_after_every_inner_step(world: int, workers) -> None:
+    names = list(SETTINGS) if world == 2 else ["delayed_2", "eager", "rotated", "gathered"]
+    results = workers(world).run(resume_everywhere, names)
+    assert results == [{name: [True] * NUM_STEPS for name in names}] * world
+
+
+def settle_what_is_under_way(rank: int, world: int, names: list[str]) -> dict[str, bool]:
+    """Save with rounds under way, and change the group: in this run, and in one that resumed."""
+    matches = {}
+    for name in names:
+        file, ends = io.BytesIO(), []
+        for is_resumed in (False, True):
+            model, optimizer, diloco = attach(rank, name)
+            with diloco:
+                if is_resumed:
+                    load_training(file, model, optimizer, diloco)
+                else:
+                    for step in range(7):
+                        train_step(model, optimizer, rank, step, WIDTH)
+                    file = save_training(model, optimizer, diloco)
+                assert any(part.in_flight for part in diloco.parts)
+                diloco.change_group(range(world))
+                assert not any(part.in_flight for part in diloco.parts)
+                for step in range(7, NUM_STEPS):
+                    train_step(model, optimizer, rank, step, WIDTH)
+                ends.append(snapshot(model, diloco))
+        matches[name] = equal(*ends)
+    return matches
+
+
+@pytest.mark.nightly("6 s; test_saved_wires resumes rounds under way")
+def test_a_round_settled_after_a_resume_counts_no_rounding_twice(workers) -> None:
+    names = ["streaming", "delayed_2", "rotated", "gathered"]
+    assert workers(3).run(settle_what_is_under_way, names) == [dict.fromkeys(names, True)] * 3
 
 
 # ------------------------------------------------------------------------ distributed checkpoints

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from cli_helpers import check_documented, check_misuse, run_cli
+from commands import running
 from rich.console import Console
+from test_demo import DEMO, running_in_group, wait_for_line
 
 from diloco_comm_tools.common.console import present
 from diloco_comm_tools.demo.chaos import STANDING, STARTING, TRAINING, WAITING, Record, run
@@ -47,6 +54,54 @@ def test_all_events_have_their_effect(tmp_path: Path) -> None:
     assert (tmp_path / "chaos.png").read_bytes().startswith(b"\x89PNG")
     printed = (tmp_path / "text").read_text()
     assert "replica 3 is killed" in printed and "\x1b[" not in printed
+
+
+@pytest.mark.nightly("21 s; test_demo has the end of all processes of a demo")
+@pytest.mark.timeout(300)
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    with running_in_group([*DEMO, "--chaos", "--out", tmp_path]) as process:
+        wait_for_line(process.stdout.readline, "replicas 0 to 3 begin")
+        children = psutil.Process(process.pid).children(recursive=True)
+        # The registry and the replicas are forked by a child of the demo.
+        assert len([child for child in children if child.ppid() != process.pid]) == 5
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "ended by SIGINT" in errors and "Traceback" not in errors
+    assert not psutil.wait_procs(children, timeout=20)[1]
+
+
+# Replicas of a crew that do nothing.
+IDLE = """
+import signal, sys
+from pathlib import Path
+from diloco_comm_tools.demo.crew import Crew
+
+def idle(pipe, place, given):
+    pipe.send("ready")
+    signal.pause()
+
+if __name__ == "__main__":
+    with Crew(idle, None, Path(sys.argv[1]), []) as crew:
+        for number in (0, 1):
+            crew.start(number)
+        while not all(replica.pipe.poll() for replica in crew.replicas.values()):
+            pass
+        crew.stop(1)
+        print("ready", flush=True)
+        sys.stdin.read()
+"""
+
+
+@pytest.mark.nightly("10 s; test_demo has the end of all processes of a demo")
+def test_all_end_when_the_parent_is_killed_also_one_that_is_stopped(tmp_path: Path) -> None:
+    (tmp_path / "idle.py").write_text(IDLE)
+    command = [sys.executable, tmp_path / "idle.py", tmp_path]
+    with running(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+        wait_for_line(process.stdout.readline, "ready")
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len([child for child in children if child.ppid() != process.pid]) == 3
+    assert not psutil.wait_procs(children, timeout=20)[1]
 
 
 @pytest.mark.parametrize("option", ["--replicas", "--steps", "--gbps", "--rtt-ms"])

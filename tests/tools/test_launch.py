@@ -441,6 +441,25 @@ def test_two_nodes_form_one_replica_and_start_and_leave_together(
     assert all(len(lines_of(tmp_path / f"rank-{rank}")) == 2 for rank in range(4))
 
 
+@pytest.mark.nightly("20 s each; the test above restarts a replica of two nodes")
+@pytest.mark.fresh_interpreter
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_launcher_that_was_killed_comes_again(tmp_path: Path, endpoint: str, lost: int) -> None:
+    launchers = [Node(tmp_path, endpoint, node) for node in (0, 1)]
+    try:
+        wait_for_members(tmp_path, 1, 2)
+        launchers[lost].kill()
+        launchers[lost] = Node(tmp_path, endpoint, lost)
+        members = wait_for_members(tmp_path, 2, 2)
+        assert [words[1:3] for words in members] == [["0", "2"], ["1", "2"]]
+        launchers[0].process.terminate()
+        for launcher in launchers:
+            launcher.end(exits.LEFT)
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+
+
 @pytest.mark.nightly("10 s; test_two_nodes_form_one_replica is in the first tier")
 @pytest.mark.fresh_interpreter
 def test_a_node_whose_first_node_is_lost_waits_and_says_so(tmp_path: Path, endpoint: str) -> None:

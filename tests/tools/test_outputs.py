@@ -229,6 +229,24 @@ def test_tables_are_printed_though_the_plot_is_not_written(blocked: Path, tmp_pa
     assert len(json.loads(ended.out)["ranks"]) == 1
 
 
+@pytest.mark.nightly("25 s each; another test prints tables so")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_demo_is_printed_though_nothing_is_written(as_json: bool, tmp_path: Path) -> None:
+    for name in ("demo.json", "demo.png"):
+        full(tmp_path / name)
+    words = ["demo", "--replicas", "2", "--steps", "2", "--sync-every", "2", "--gbps", "10"]
+    command = [*CLI, *words, "--out", str(tmp_path)]
+    command += ["--json"] * as_json
+    ended = run_command(command)
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("diloco-comm: cannot write --out") and "No space left" in last
+    assert "Traceback" not in ended.stderr
+    assert "hash of the shared parameters" in (ended.stderr if as_json else ended.stdout)
+    if as_json:
+        assert len(json.loads(ended.stdout)["rows"]) == 7
+
+
 # ------------------------------------------------------------------------ in a training hook
 
 
@@ -404,3 +422,14 @@ def test_a_bar_is_shown_on_a_terminal_and_nowhere_else() -> None:
     assert [line.split()[:1] for line in piped.stdout.splitlines()] == [
         line.split()[:1] for line in out.splitlines()
     ]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.nightly("30 s; bench has the same bar")
+def test_the_bars_of_the_demo_stay_and_its_json_is_clean(tmp_path: Path) -> None:
+    size = ["--replicas", "2", "--steps", "4", "--sync-every", "2", "--gbps", "10", "--rtt-ms", "0"]
+    out, shown = run_on_terminal(["demo", *size, "--json", "--out", str(tmp_path)])
+    rows = [row["name"] for row in json.loads(out)["rows"]]
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    bars = re.findall(r"([A-Z]\S+ \S+) +\S+ +100% .*?loss [0-9.]+", plain)
+    assert list(dict.fromkeys(bars)) == rows

@@ -118,15 +118,24 @@ with DiLoCo(model, optimizer, sync_every=3, link=Link(timeout=60), **replicas):
     for step in range(3):
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
+print("trained")
 """
 
 
 @pytest.mark.nightly("23 s; test_recorded_run_reports_its_own_metrics records two ranks")
 def test_replicas_of_their_own_write_a_trace_each(tmp_path: Path) -> None:
-    """Each process of torchrun believes to be alone when it writes its trace."""
+    """Each process of torchrun believes to be alone when it writes its trace.
+
+    The program ends before the last step to record. Standard output has the JSON alone.
+    """
     (tmp_path / "train.py").write_text(REPLICAS)
-    ended = profile_run(tmp_path, sys.executable, *LAUNCHER, "2", "train.py")
+    command = [sys.executable, *LAUNCHER, "2", "train.py"]
+    ended = profile_run(tmp_path, *command)
     assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["command"] == command
+    # The lines of the two processes may be mixed.
+    assert ended.stderr.count("trained") == 2
+    assert "diloco-comm profile report traces" in ended.stderr
     names = [Path(path).name for path in json.loads(ended.stdout)["traces"]]
     assert names == ["rank0.json.gz", "rank1.json.gz"]
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == names

@@ -13,6 +13,8 @@ from choice_groups import grouped
 from ordinary_loops import GPT, Loop, Replica, check, get_batch
 from problems import Regression, batch, train_step
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from trainers import needs
 
 from diloco_comm import SGD, DiLoCo, Eager, Nesterov, Streaming
@@ -397,6 +399,33 @@ def eight_bits_of_torchao(replica: Replica) -> DiLoCo:
     return train_regression(replica, lambda p: AdamW8bit(p, lr=1e-2), num_steps=6)
 
 
+def sharded_replicas(replica: Replica) -> DiLoCo:
+    """Each of two replicas shards its model over two workers, and gathers it to evaluate."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model = Regression(width=24)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    diloco = DiLoCo(model, optimizer, sync_every=4, peers=mesh["replica"])
+    for step in range(10):
+        if step % 3 == 0:
+            model.eval()
+            model.unshard()
+            with torch.no_grad():
+                model(batch(9, step)[0])
+            model.reshard()
+            model.train()
+        x, y = batch(replica.rank, step)
+        F.mse_loss(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    diloco.flush()
+    diloco.close()
+    return diloco
+
+
 # ------------------------------------------------------------------------------------ the tests
 
 LOOPS: dict[Loop, list[tuple[int, int]]] = {
@@ -441,3 +470,8 @@ NEEDS = {eight_bits_of_bitsandbytes: "bitsandbytes", eight_bits_of_torchao: "tor
 )
 def test_no_check_objects(loop: Loop, workers, tmp_path: Path) -> None:
     check(workers(2), loop, tmp_path, *LOOPS[loop])
+
+
+@pytest.mark.nightly("3 s; test_fsdp has shards and gathered copies under the same checks")
+def test_no_check_objects_to_shards(workers, tmp_path: Path) -> None:
+    check(workers(4), sharded_replicas, tmp_path, (10, 3), num_shards=2)

@@ -75,6 +75,7 @@ class Fault:
         action: "kill" or "stop", at a stage of the next exchange; "kill in change", at a stage of
             the next change of the group: "seal", "connect" or "open"; "leave" or "kill now"; "kill
             between parts": at the next send of two parts, when the round of the first has ended.
+        is_donor: The replica waits until it has sent some of its state to a newcomer.
         worker: The only worker of the replica that does it; -1: all of them.
     """
 
@@ -84,12 +85,15 @@ class Fault:
     stage: str = "vote"
     num_peers: int = 0
     num_members: int = 0
+    is_donor: bool = False
     worker: int = -1
 
     def is_of(self, replica: int, worker: int) -> bool:
         return self.replica == replica and self.worker in (worker, -1)
 
     def is_due(self, diloco: DiLoCo) -> bool:
+        if self.is_donor and not transfer_of(diloco).served_bytes:
+            return False
         return diloco.inner_step >= self.inner_step and len(diloco.members) >= self.num_members
 
 
