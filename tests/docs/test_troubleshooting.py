@@ -17,9 +17,10 @@ from diloco_comm.group import plans
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs" / "how-to").glob("troubleshooting*.md"))
 ANY = "..."
-# The heads of the entries, and what their lists quote.
-QUOTING = re.compile(r"^(?:\*\*|  \* )`(.+?)`(?:\*\*$|:| with)", re.MULTILINE)
-QUOTED = [quoted for page in PAGES for quoted in QUOTING.findall(page.read_text())]
+# A row begins with its symptom: one sentence, or several that a break separates.
+SYMPTOM = re.compile(r"^\| (`.+?) \| ", re.MULTILINE)
+ROWS = [row for page in PAGES for row in SYMPTOM.findall(page.read_text())]
+QUOTED = [quoted for row in ROWS for quoted in re.findall("`(.+?)`", row)]
 # Shorter parts of a sentence tell nothing.
 SHORTEST = 8
 

@@ -1,4 +1,4 @@
-"""The page on Ray Train: two workers of a TorchTrainer end with the same model."""
+"""The section on Ray Train: two workers of a TorchTrainer end with the same model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from trainers import needs
 @pytest.mark.timeout(300)
 @pytest.mark.nightly("Ray is not among the packages that the tests install")
 def test_torch_trainer(tmp_path: Path) -> None:
-    [block] = blocks_of(ROOT / "docs/how-to/ray.md")
+    page = blocks_of(ROOT / "docs/how-to/other-trainers.md")
+    [block] = [block for block in page if "from ray" in block.code]
     others = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     program = [sys.executable, "-c", START + block.setup + block.code]
     subprocess.run(program, cwd=tmp_path, env=os.environ | others, check=True, timeout=240)

@@ -1,4 +1,4 @@
-"""The page on TRL: two replicas that SFTTrainer trains end with the same model."""
+"""The section on TRL: two replicas that SFTTrainer trains end with the same model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def train(rank: int, world: int, blocks: list[Block], port: int, folder: str) ->
 @needs("trl")
 @pytest.mark.nightly("TRL is not among the packages that the tests install")
 def test_sft_trainer(trainer_replicas: Callable[[int], Pool], tmp_path: Path) -> None:
-    blocks = blocks_of(ROOT / "docs/how-to/trl.md")
+    page = blocks_of(ROOT / "docs/how-to/huggingface.md")
+    blocks = [block for block in page if "from trl" in block.code]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     replicas = trainer_replicas(2)
     first, second = replicas.run(train, blocks, store.port, str(tmp_path), timeout=60)
