@@ -120,31 +120,56 @@ def report_lines(rows: list[Row]) -> Iterator[str]:
 
 
 def page_lines(rows: list[Row]) -> Iterator[str]:
-    """Return the tables as Markdown, without the wires' spread."""
-    for (model, num_replicas, sync_every, rounds, method), wires in cells(rows).items():
-        counts = sorted({len(runs) for runs in wires.values()})
-        seeds = " to ".join(str(count) for count in counts)
-        seeds += " seed" if counts == [1] else " seeds (mean; sample deviation of the differences)"
-        yield ""
-        name = _named(_MODEL_NAMES[model], method)
-        yield (
-            f"{name}, W={num_replicas} replicas, {rounds} rounds of H={sync_every} "
-            f"inner steps, {seeds}:"
-        )
-        yield ""
-        yield "| wire | bits | outer learning rate | loss | loss over fp32 |"
-        yield "|---|---|---|---|---|"
-        for wire, runs in wires.items():
-            over = over_base(wires, wire)
-            difference = f"{fmean(over):+.3f}" if over else "-"
-            difference += f" ({deviation(over):.3f})" if len(over) > 1 else ""
-            name = wire if wire == "SparseLoCo" else f"`{wire}`"
-            loss = fmean(run["loss"] for run in runs)
-            yield (
-                f"| {name} | {runs[0]['bits']:.4g} | {runs[0]['lr']:g} | {loss:.3f} "
-                f"| {difference} |"
-            )
+    """Return two Markdown tables: the cell with the most wires, and the others, a row each."""
+    found = cells(rows)
+    first = max(found, key=lambda cell: len(found[cell]))
     yield ""
+    yield f"{_title(first, found[first])} (mean; sample deviation of the differences):"
+    yield ""
+    yield "| wire | bits | outer learning rate | loss | loss over fp32 |"
+    yield "|---|---|---|---|---|"
+    for wire, runs in found[first].items():
+        yield (
+            f"| {_code(wire)} | {runs[0]['bits']:.4g} | {runs[0]['lr']:g} | {_mean_loss(runs)} "
+            f"| {_difference(found[first], wire)} |"
+        )
+    yield ""
+    others = {cell: wires for cell, wires in found.items() if cell != first}
+    if not others:
+        return
+    names = [wire for wire in found[first] if any(wire in wires for wires in others.values())]
+    names.remove(BASE)
+    yield "Other settings: the loss of fp32, and the loss of the wires over it, as above:"
+    yield ""
+    yield f"| setting | {_code(BASE)} | " + " | ".join(map(_code, names)) + " |"
+    yield "|---" * (2 + len(names)) + "|"
+    for cell, wires in others.items():
+        values = [_difference(wires, wire) if wire in wires else "" for wire in names]
+        base = _mean_loss(wires[BASE]) if BASE in wires else ""
+        yield f"| {_title(cell, wires)} | {base} | " + " | ".join(values) + " |"
+    yield ""
+
+
+def _title(cell: tuple[Any, ...], wires: dict[str, list[Row]]) -> str:
+    model, num_replicas, sync_every, rounds, method = cell
+    counts = sorted({len(runs) for runs in wires.values()})
+    seeds = " to ".join(str(count) for count in counts) + (" seed" if counts == [1] else " seeds")
+    name = _named(_MODEL_NAMES[model], method)
+    return f"{name}, W={num_replicas} replicas, {rounds} rounds of H={sync_every}, {seeds}"
+
+
+def _code(wire: str) -> str:
+    return wire if wire == "SparseLoCo" else f"`{wire}`"
+
+
+def _mean_loss(runs: list[Row]) -> str:
+    return f"{fmean(run['loss'] for run in runs):.3f}"
+
+
+def _difference(wires: dict[str, list[Row]], wire: str) -> str:
+    over = over_base(wires, wire)
+    difference = f"{fmean(over):+.3f}" if over else "-"
+    return difference + (f" ({deviation(over):.3f})" if len(over) > 1 else "")
 
 
 def write_page(rows: list[Row], page: Path) -> None:

@@ -187,7 +187,7 @@ def test_runs_of_a_file_without_methods_are_blocking(
         "# Eager, 118k, 4 replicas, 3 rounds of 10 steps",
     ]
     titles = [line for line in wires_report.page_lines(runs.rows) if "replicas" in line]
-    assert titles[1].startswith("Eager, 118,000 parameters, W=4 replicas, 3 rounds of H=10")
+    assert titles[1].startswith("| Eager, 118,000 parameters, W=4 replicas, 3 rounds of H=10")
 
 
 def test_one_tiny_run(monkeypatch: pytest.MonkeyPatch) -> None:
