@@ -1,10 +1,11 @@
 """Server rules: how one arriving pseudo-gradient changes the shared model.
 
-A rule collects ``period`` arrivals (N), each with weight 1/N, and takes an outer step with the
-N-th. Between two outer steps the shared model either stays (``Buffered``) or follows the arrivals
-(``DelayedNesterov``, arXiv 2401.09135, Algorithm 3). The rule keeps the sum of the arrivals apart
-from the model of the last outer step. So after N arrivals the bytes equal those of a synchronous
-step on the mean, taken in the same order.
+A rule collects ``period`` arrivals (N), each with weight 1/N times its discount for staleness, and
+takes an outer step with the N-th. Between two outer steps the shared model either stays
+(``Buffered``) or follows the arrivals (``DelayedNesterov``, arXiv 2401.09135, Algorithm 3). The
+rule keeps the sum of the arrivals apart from the model of the last outer step. So without a
+discount the bytes after N arrivals equal those of a synchronous step on the mean, taken in the
+same order.
 
 A rule keeps one state for each fragment, which every arrival changes.
 """
