@@ -153,7 +153,7 @@ def test_replicas_of_two_versions_name_both(fresh_workers: Fresh, odd: str) -> N
 
 def _retry(rank: int, world: int, address: Address) -> bool:
     """The first attempt to regroup fails, because a member is dead; the second one succeeds."""
-    ex = connect_replica(address, rank, [0, 1, 2])
+    ex = connect_replica(address, rank, [0, 1, 2], join_timeout=4.0)
     buffers = ex.buffers(N, WireFormat("int8"))
     assert gives_reference_bytes(ex, buffers, 0, [0, 1, 2])
     if rank == 2:
