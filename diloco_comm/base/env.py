@@ -1,4 +1,4 @@
-"""All environment variables that this package reads; an argument wins over the environment.
+"""The environment variables of this package; an argument wins over the environment.
 
 | variable | meaning |
 |---|---|
@@ -13,7 +13,7 @@
 | ``DILOCO_COMM_REGISTRY`` | address of the registry, for ``Elastic`` |
 | ``DILOCO_COMM_RUN`` | name of the run, for ``Elastic`` (default "default") |
 | ``DILOCO_COMM_KEY`` | keys of the connection to the registry, for ``Elastic`` |
-| ``DILOCO_COMM_INSECURE`` | 1: another machine's registry without keys, for ``Elastic`` |
+| ``DILOCO_COMM_INSECURE`` | 1 allows another machine's registry without keys, for ``Elastic`` |
 | ``DILOCO_COMM_PROXY_PASSWORD`` | password of a proxy that is given with a user alone |
 | ``DILOCO_COMM_STATE_DIR`` | folder of this replica; set by ``diloco-comm launch`` |
 | ``DILOCO_COMM_CONFIG`` | JSON file of arguments for ``DiLoCo``, as ``config=`` |

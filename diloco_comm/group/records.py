@@ -64,7 +64,8 @@ class Record:
         attempt: The attempt that led to this record.
         members: The processes that train together, by rising replica number.
         joined: Numbers of the members that bring no outer state of the record before.
-        decision: For each stream, which rounds of the record before count, and where it goes on.
+        decision: For each stream (one fragment at one worker of a replica), which rounds of the
+            record before count, and the number of the round with which the stream goes on.
         inner_step: The inner step from which the members go on.
         source: Number of the member whose outer state all members take, where the run begins or
             goes on from a checkpoint; None where the outer state of the record before goes on.

@@ -405,10 +405,11 @@ class Swap:
             self.is_entered = True
 
     def leave(self, *, keep: bool = False) -> None:
-        """Put the local parameters back, bit by bit, if ``enter`` has replaced them.
+        """Put the local parameters back, with the same bits, if ``enter`` has replaced them.
 
         Args:
-            keep: Leave the model as it is, because the trainer has loaded other parameters.
+            keep: Keep the values that are in the model now, because the trainer has loaded them.
+                The saved local parameters are dropped.
         """
         if not self.is_entered:
             return

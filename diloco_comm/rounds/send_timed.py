@@ -51,7 +51,8 @@ class SendTimed(RoundRunner):
             due.append(part.in_flight[0] if self._is_due(part) else None)
         for flight in due:
             results.append(None if flight is None else self._wait(flight))
-        # The rounds that were sent, and for each the round of its part that has arrived.
+        # The rounds that were sent, and for each the round of its part that has arrived; None where
+        # none was due, or the due one has failed.
         sent: list[RoundInFlight] = []
         arrived: list[RoundInFlight | None] = []
         with self.uninterruptible():

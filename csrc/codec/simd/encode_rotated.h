@@ -152,7 +152,9 @@ DILOCO_INLINE void write_signs(const Vec::I* y, uint8_t* code, Magnitudes<kForma
     if constexpr (R::kHasLevels) out.border = wire::level_border(Vec::sum(magnitudes));
 }
 
-// Writes the bits |Y_k| > T to the code, if the format has levels.
+// For int2r, whose coefficients Y_k have two magnitudes (levels): writes the bit |Y_k| > out.border
+// of each coefficient to the code, and sets `out.larger` to the sum of border - |Y_k| over the set
+// bits, a lane for each of its coefficients. Does nothing for other formats.
 template <Format kFormat>
 DILOCO_INLINE void write_levels(const Magnitudes<kFormat>& all, uint8_t* code, BlockSums& out) {
     using R = wire::Rotation<kFormat>;

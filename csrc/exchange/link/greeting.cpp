@@ -163,7 +163,8 @@ void Link::end_a_stranger(Lock& lock) {
         const ConnectionPtr chosen = connections_.at(strangers_.choose());
         uint8_t first = 0;
         const bool has_bytes = recv(chosen->fd.get(), &first, 1, MSG_PEEK | MSG_DONTWAIT) > 0;
-        // The stranger may have spoken already, although this pass has not read its first byte.
+        // The stranger may have spoken already: its first byte may still be unread in the socket.
+        // Then the stranger counts as one that has spoken, and another one may be chosen.
         if (has_bytes && strangers_.hear(chosen->id)) continue;
         return refuse_stranger(lock, chosen);
     }

@@ -476,7 +476,7 @@ class Follower:
         return self._wait_for_record(chosen)
 
     def _refuse(self, text: str, failure: SyncError | None) -> None:
-        """Raise if this failure to connect ends all attempts; overridden."""
+        """Raise if this failure to connect ends all attempts; an elastic group overrides this."""
 
     def is_void(self, name: AttemptName) -> bool:
         """Whether a further order has replaced the attempt of this name, which is under way."""
@@ -599,7 +599,10 @@ def are_keys_refused(error: SyncError | None, replica: int) -> bool:
 
 
 def lost_members(error: SyncError | None, replica: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the members that ``replica`` cannot reach, and the missing ones, after an error."""
+    """Return the members to which an error names a cut from ``replica``, and ``error.missing``.
+
+    Without an error both are empty.
+    """
     if error is None:
         return (), ()
     cuts = {one for pair in error.cuts if replica in pair for one in pair}

@@ -335,7 +335,8 @@ def store_of_group(
     """Return the store of a group with a prefix on which its ranks agree, own rank, and size.
 
     With the default name this is a collective call: rank 0 draws the prefix and broadcasts it
-    through the group. With any other name the prefix is fixed, and ranks may call in any order.
+    through the group. With any other name the prefix is always the same, and ranks may call in any
+    order.
     """
     if group is None:
         group = dist.group.WORLD
