@@ -137,8 +137,8 @@ def page_lines(rows: list[Row]) -> Iterator[str]:
     others = {cell: wires for cell, wires in found.items() if cell != first}
     if not others:
         return
-    names = [wire for wire in found[first] if any(wire in wires for wires in others.values())]
-    names.remove(BASE)
+    present = dict.fromkeys(wire for wires in others.values() for wire in wires)
+    names = sorted(present.keys() - {BASE}, key=[*found[first], *present].index)
     yield "Other settings: the loss of fp32, and the loss of the wires over it, as above:"
     yield ""
     yield f"| setting | {_code(BASE)} | " + " | ".join(map(_code, names)) + " |"

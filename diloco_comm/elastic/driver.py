@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 from ..base.checks import logger_of
 from ..group import driver as group
 from ..group.beats import PULLING, READY, Beat, name_of
-from ..group.records import Key, Record
+from ..group.records import NO_RECORD, Key, Record
 from ..group.signs import Signs
 from ..group.state import Action, Drained, Fence, Leave, Stage, State
 from ..group.table import Seen, Table
@@ -55,6 +56,8 @@ class Driver(group.Driver):
         before = None if folder is None else folder.last_process(state.settings.run)
         self._choice = NumberChoice(before) if chooses_number else None
         self._told: set[str] = set()
+        # Number of the newest record that this process has seen, and the time of its first look.
+        self._newest, self._newest_since = NO_RECORD, 0.0
 
     def start(self) -> None:
         super().start()
@@ -84,25 +87,30 @@ class Driver(group.Driver):
 
     @property
     def awaits_beats(self) -> bool:
-        """Whether a member that beats has yet to say that it has begun in the newest known record.
+        """Whether a living member has yet to beat that it has begun in the newest known record.
 
-        A member has begun when it has entered the record and holds the outer state. Until its beat
-        says so, nobody knows whether the member serves that state.
+        A member has begun when it has entered the record and holds the outer state: only from then
+        on ``donors`` can name it. The wait ends ``suspect_after`` after this process has seen the
+        record first: the member may itself wait for a state, which only a newcomer can bring.
         """
-        record, beats = self.state.record or self.state.in_table, self.beats or {}
+        record = self.state.record or self.state.in_table
+        waited = time.monotonic() - self._newest_since
+        if record is None or waited > self.signs.suspect_after_s:
+            return False
         gone = self.state.life.suspected | self.state.life.dead
-        return record is not None and any(
-            not (beats[key].place.entered >= record.number and beats[key].place.has_state)
-            and key.nonce not in gone
-            and self.signs.is_fresh(key.nonce)
-            for key in record.members
-            if key in beats
+        places = [beat.place for key, beat in (self.beats or {}).items() if key in record.members]
+        return any(
+            one.key.nonce not in gone and not (one.entered >= record.number and one.has_state)
+            for one in places
         )
 
     # ------------------------------------------------------------------- the driver's thread
 
     def _see(self, seen: Seen) -> None:
         super()._see(seen)
+        record = self.state.in_table
+        if record is not None and record.number != self._newest:
+            self._newest, self._newest_since = record.number, time.monotonic()
         if self.state.stage is Stage.NEWCOMER:
             self._compare_keys()
 

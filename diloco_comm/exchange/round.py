@@ -600,7 +600,8 @@ def wait_for_job(
 
     Args:
         awaited_s: For each replica, by number, the seconds until it began the round are added
-            here. The last interval between two looks is missing: a tenth of the wait, or 0.01 s.
+            here. The last interval between two looks is missing: at most a tenth of the wait and
+            at most a second, or 0.01 s.
     """
     begin = last = time.monotonic()
     deadline, log = begin + seconds, None

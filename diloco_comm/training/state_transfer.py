@@ -127,10 +127,12 @@ class StateTransfer:
         if not driver.state.table:
             time.sleep(_TURN_S)
             return
+        # Ask this before ``donors``: a beat that comes in between may name a donor.
+        awaits_beats = driver.awaits_beats
         if self._newcomer is None and not driver.donors():
             # There is no group yet, or none of its members serves. A member that has just entered
             # the group may serve, too: its next beat says so.
-            if not driver.awaits_beats:
+            if not awaits_beats:
                 self._be_ready(driver, "")
             time.sleep(_TURN_S)
             return

@@ -182,9 +182,10 @@ def test_an_agreement_that_loses_a_round_is_found(monkeypatch: pytest.MonkeyPatc
         run(1, 80, 4)
 
 
-def founded(seed: int, clock: Clock) -> DriverWorld:
+def founded(seed: int, clock: Clock, **settings: Any) -> DriverWorld:
     """Return a world whose processes 0 and 1 serve their state, and have just made a record."""
     world = DriverWorld(seed, clock)
+    world.settings = replace(world.settings, **settings)
     for number in (0, 1):
         world.processes[world.add(number).key.nonce].driver.serves = True
     while not world.chain:
@@ -229,3 +230,21 @@ def test_a_newcomer_awaits_the_first_beats_of_members_in_a_new_record(
             world.off_table = frozenset()
         world.pass_time(2 * SUSPECT_AFTER_S)
         assert len(driver.donors()) == 2 * has_beats and not driver.awaits_beats
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_newcomer_awaits_no_member_that_waits_for_a_state(seed: int) -> None:
+    clock = Clock()
+    with virtual_time(clock):
+        world = founded(seed, clock, min_replicas=2)
+        # No member has begun: the survivor holds no state, and cannot go on alone.
+        world.kill(world.node(0).key.nonce)
+        driver = newcomer_in(world)
+        world.pass_time(1.0)
+        assert not driver.donors() and driver.awaits_beats
+        world.pass_time(2 * SUSPECT_AFTER_S)
+        assert not driver.donors() and not driver.awaits_beats
+        # The newcomer asks to be let in now; both train, and the survivor has a state.
+        world.processes[driver.state.nonce].ready_at = clock.now
+        world.pass_time(3 * SUSPECT_AFTER_S)
+        assert len(driver.donors()) == 1

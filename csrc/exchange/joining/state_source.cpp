@@ -381,23 +381,16 @@ StateSource::Result StateSource::round(const Wanted& wanted) {
                                     ", " + std::to_string(wanted.end) + ")");
     }
     Result result;
-    std::vector<at::Tensor> payloads;
-    Mark copied;
-    {
-        const std::lock_guard<std::mutex> lock(rounds_mutex_);
-        const auto found = rounds_.find({wanted.fragment, wanted.number});
-        if (found == rounds_.end() || wanted.end > found->second.num_bytes) {
-            result.found.kind = static_cast<uint32_t>(Kind::kGone);
-            return result;
-        }
-        payloads = found->second.payloads;
-        copied = found->second.copied;
+    const std::lock_guard<std::mutex> lock(rounds_mutex_);
+    const auto found = rounds_.find({wanted.fragment, wanted.number});
+    if (found == rounds_.end() || wanted.end > found->second.num_bytes) {
+        result.found.kind = static_cast<uint32_t>(Kind::kGone);
+        return result;
     }
-    // Wait for the device without the lock: the training thread may add a round meanwhile.
-    if (copied) copied->synchronize();
+    if (found->second.copied) found->second.copied->synchronize();
     at::Tensor bytes = at::empty({static_cast<int64_t>(wanted.end - wanted.begin)}, at::kByte);
     uint64_t offset = 0;  // of the present payload in the round's bytes
-    for (const at::Tensor& payload : payloads) {
+    for (const at::Tensor& payload : found->second.payloads) {
         const auto size = static_cast<uint64_t>(payload.nbytes());
         const uint64_t first = std::max(wanted.begin, offset);
         const uint64_t last = std::min(wanted.end, offset + size);

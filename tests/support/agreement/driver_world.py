@@ -17,6 +17,7 @@ from unittest.mock import patch
 from agreement_walks import describe, is_settled
 from agreement_world import Broken, Node, World, nonce_of, settings_of
 
+from diloco_comm.elastic import driver as elastic_module
 from diloco_comm.elastic.driver import Driver
 from diloco_comm.group import driver as driver_module
 from diloco_comm.group import signs as signs_module
@@ -69,7 +70,7 @@ class Clock:
 @contextmanager
 def virtual_time(clock: Clock) -> Iterator[None]:
     with ExitStack() as stack:
-        for module in (driver_module, signs_module, table_module):
+        for module in (driver_module, elastic_module, signs_module, table_module):
             stack.enter_context(patch.object(module, "time", clock))
         yield
 
