@@ -29,12 +29,13 @@ MAX_NAME = 64
 MAX_FRAGMENTS = 4096
 # The most places in shared memory that a worker's first message names.
 MAX_PLACES = 64
-# The most updates in one answer: as many as fit into 64 KiB of JSON.
+# The most updates in one answer, so that their JSON stays far below ``MAX_JSON``.
 MAX_UPDATES = 64
 # Bytes of the longest run: RUN_ELEMENTS of fp32.
 MAX_BODY = 1 << 20
 # Bytes of runs that one request may ask for.
 MAX_BATCH = 3 * MAX_BODY
+# ``number`` of a REFUSED if the worker's name is the reason.
 NAME_TAKEN = 1
 # Refusals that use up no sequence number: the next update has the same number.
 UNCOUNTED = ("out of order", "from the future")

@@ -109,7 +109,7 @@ class Uploads(ABC):
             return
         fragment = message.fragment - upload.first
         if Position(0, fragment, message.run) not in upload.window.asked:
-            return  # This run was asked for twice, and has arrived before.
+            return  # This run has arrived before, after two requests; or nobody asked for it.
         try:
             wrong = upload.put(fragment, message.run, message.body, time.monotonic())
             if upload.window.is_empty:
