@@ -111,7 +111,7 @@ class DiLoCoCallback(TrainerCallback):
         diloco: The attached DiLoCo; None before training.
 
     Raises:
-        TypeError, ValueError: For arguments that ``make`` does not have, or that cannot be.
+        TypeError, ValueError: For arguments that ``make`` does not have, and for invalid values.
     """
 
     def __init__(
@@ -455,7 +455,10 @@ class DiLoCoCallback(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Raise if evaluate="outer" and the evaluation ran on the local parameters."""
+        """Raise if evaluate="outer" and the evaluation ran on the local parameters.
+
+        An evaluation outside of the training loop instead closes DiLoCo: the training has failed.
+        """
         if self.diloco is not None and not self._is_training():
             self.diloco.close()
         elif self._is_outer and self._swap is not None and not self._swap.is_outer:

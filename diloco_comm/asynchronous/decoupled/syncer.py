@@ -364,7 +364,7 @@ class Syncer:
             heappush(self._changed, index)
 
     def _change_all(self) -> None:
-        """Look at all fragments in the next ``advance``: other learners are waited for."""
+        """Look at all fragments in the next ``advance``: the learners to wait for have changed."""
         self._changed = list(range(len(self.rounds)))
         self._is_changed = set(self._changed)
 
