@@ -73,7 +73,7 @@ class Request:
 
 
 class Meeting:
-    """The doctors of all replicas at the store. A context manager: at its end this doctor is gone.
+    """The doctors of all replicas at the store; at the end of its block this doctor is gone.
 
     Attributes:
         ways: The record that each replica has written about itself, by number.

@@ -1,8 +1,8 @@
 """The launchers of one replica, one on each node, which start and end its workers together.
 
-Each launcher beats at a store that the launcher of node 0 hosts: it says who it is, and how its
-workers have ended. Node 0 alone decides, and writes what it has decided into the store's record. A
-replica of one node has no store, and is a group of one launcher.
+Each launcher beats at a store that the launcher of node 0 hosts: a beat says whose it is, and how
+the launcher's workers have ended. Node 0 alone decides, and writes each decision into the store's
+record. A replica of one node has no store, and is a group of one launcher.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class Nodes:
             self._wanted = replace(self._wanted, status=status)
             began = time.monotonic()
             self.look()
-            # A launcher that no longer beats has read the status and ended.
+            # A launcher that no longer beats has read the status and ended, or is lost.
             while self._others():
                 waited_s = time.monotonic() - began
                 if waited_s > (_FAREWELL_S if self.ends_now else self._patience_s):
