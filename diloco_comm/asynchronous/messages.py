@@ -54,7 +54,8 @@ class Kind(IntEnum):
     # JSON: the worker's name and model. ``number`` tells workers of one name apart. Fragment 1:
     # the server may ask for another name. The answer repeats ``run``.
     HELLO = 1
-    PUSH = 2  # JSON: my round is done, ask for the update; fragment 1: I follow the versions
+    # JSON: my round is done, ask for the update. Fragment 1: I hold all buffers of this version.
+    PUSH = 2
     RUN = 3  # bytes: runs of the update
     PULL = 4  # tell me the version to train from, I fetch its parameters
     GET = 5  # send me ``count`` runs of this version

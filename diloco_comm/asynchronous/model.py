@@ -372,7 +372,7 @@ class KeptVersions:
     def compensate(
         self, payloads: Sequence[Payload], layouts: Sequence[Layout], started: int, factor: float
     ) -> tuple[list[Payload], list[Layout]]:
-        """Return g + factor*g*g*(theta_now - theta_then), encoded in fp32, as ``make_room`` does.
+        """Return g + factor*g*g*(theta_now - theta_then), as fp32 in the room of ``make_room``.
 
         Args:
             payloads, layouts: g, with layouts of ``layout_of``.

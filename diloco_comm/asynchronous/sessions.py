@@ -345,7 +345,7 @@ class Host(ABC):
 
     @abstractmethod
     def save(self) -> None:
-        """Write a snapshot, unless the buffers do not hold a version that workers may know."""
+        """Write a snapshot, unless the buffers are older or newer than what workers are told."""
 
     @abstractmethod
     def end(self) -> None:

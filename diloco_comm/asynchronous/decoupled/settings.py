@@ -19,7 +19,7 @@ from .merges import MERGES, Piece, pieces_of
 from .syncer import QuorumRule
 
 FP32 = WireFormat("fp32")
-# Messages number fragments and pieces in two bytes; the first one lists them all in 64 KiB of JSON.
+# Messages number fragments and pieces in two bytes, and JOIN lists them all in 64 KiB of JSON.
 MAX_FRAGMENTS = 1024
 # Bytes of the settings as JSON; every message has room for them.
 MAX_SETTINGS = 1 << 15
@@ -165,7 +165,7 @@ class DecoupledSettings:
         return cls(**values)
 
     def difference(self, other: DecoupledSettings) -> str:
-        """Return which of the ``other`` settings, a snapshot's say, differ and may not, or ""."""
+        """Return how the ``other`` settings differ where no change is allowed, in words; or ""."""
         aligned = replace(other, **{name: getattr(self, name) for name in MAY_CHANGE})
         mine, theirs = self.to_json(), aligned.to_json()
         names = [name for name in mine if mine[name] != theirs[name]]

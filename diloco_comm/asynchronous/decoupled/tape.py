@@ -82,7 +82,7 @@ def restore(
 
 
 def _begin_tape(keeper: Keeper, version: int, *, drops_tape: bool) -> None:
-    """Begin a tape that the folder lacks; log that it lacks earlier merges, or is to be removed."""
+    """Begin a tape if there is none; log that it lacks earlier merges, or will be removed."""
     if keeper.storage.has_first and drops_tape:
         logger.warning("the next snapshot removes the tape in %s (drop_tape)", keeper.folder)
     elif keeper.keeps_journals and not keeper.storage.has_first:
