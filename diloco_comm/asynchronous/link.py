@@ -325,7 +325,7 @@ class Link:
             return Message(Kind.REFUSED, meta={"reason": str(error)}) if is_other else None
 
     def converse(self, ask: Callable[[], object], stage: str) -> Iterator[Message]:
-        """Yield the messages of the server, and ask again whenever the server is silent.
+        """Yield the messages of the server, and repeat the request while it is unanswered.
 
         Args:
             ask: Sends the request.

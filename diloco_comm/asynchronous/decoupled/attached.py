@@ -351,9 +351,9 @@ class DecoupledDiLoCo(Attachment):
     def flush(self, timeout: float | None = None, *, remainder: bool = True) -> bool:
         """Share the steps since the last report, and wait until all steps are merged.
 
-        Call this method at the end of training, and before a pause. With ``remainder``, until this
-        learner's next step, the syncer waits for none of its steps, and for no report on a fragment
-        without progress.
+        Call this method at the end of training, and before a pause. With ``remainder`` the syncer
+        waits, until this learner's next step, for no step of this learner, and for no report on a
+        fragment without progress.
 
         Args:
             timeout: Seconds to wait at most; the default is the ``timeout`` of ``link``.
