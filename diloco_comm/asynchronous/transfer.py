@@ -340,7 +340,8 @@ def _model_of(session: Session) -> tuple[list[int], int, list[int] | None]:
 
 
 _FP32 = WireFormat("fp32")
-# While memory is short, a download is ended after so many seconds, at most so often for a worker.
+# While memory is short, a download is ended after ``PATIENCE_S``. This rule and ``PAUSE_S``,
+# together, end at most ``MAX_EVICTIONS`` downloads of a worker.
 PATIENCE_S, MAX_EVICTIONS = 30.0, 2
 # Seconds that a new reader waits for readers of an older version to end. While an older version is
 # read, the server computes the newer one anew for each reader.

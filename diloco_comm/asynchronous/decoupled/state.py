@@ -375,7 +375,7 @@ class SyncerState(Host):
 MAX_SHOWN = 64
 # Bytes of the message that are left for its envelope.
 _MARGIN = 256
-# A status is given out again for so many times the seconds that the making took, at most a second.
+# A status is given out again for 20 times as long as it took to make, and for a second at most.
 _KEPT_FOR, _MOST_KEPT_S = 20, 1.0
 
 

@@ -164,7 +164,7 @@ def check_format(header: dict[str, Any]) -> None:
 
 
 def digests(groups: Sequence[Sequence[Tensor]]) -> list[str]:
-    """Return ``ops.digest_of`` of each group of tensors, in hexadecimal digits, in one call."""
+    """Return ``digest_of`` for each group of tensors, in hexadecimal digits, in one call."""
     found = iter(each_digest([tensor for group in groups for tensor in group]))
     return [f"{chained(islice(found, len(group)), len(group)):016x}" for group in groups]
 
