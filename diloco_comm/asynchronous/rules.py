@@ -273,7 +273,7 @@ class PlainState(RuleState):
             self.pending = self._payload.view(torch.float32)[:count]
 
     def arrive(self, payload: Payload, layout: Layout, weight: float, impl: str = "") -> None:
-        # An optimizer of torch may need all parameters at once: read the whole file into memory.
+        # An optimizer of torch may need all parameters at once: read the whole payload into memory.
         if isinstance(payload, PayloadFile) and isinstance(self.optimizer, FromTorch):
             payload = payload[:]
         super().arrive(payload, layout, weight, impl)

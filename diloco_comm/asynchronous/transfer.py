@@ -232,7 +232,7 @@ class Receiver(Uploads):
         self._drop(session.worker, 0)
         sizes = [layout.payload_bytes for layout in layouts]
         try:
-            # Parameters to start from fit into memory: the server has no model yet.
+            # Parameters to start from go to memory, as the server has no model there yet.
             payloads = self.state.memory.take(sizes, may_use_file=not meta["is_start"])
             # Updates that are kept for followers make room.
             while payloads is None and self.state.forget_oldest():

@@ -539,7 +539,7 @@ def _rotation(trainer: Trainer) -> tuple[Any, str] | None:
 
 @contextmanager
 def _held_deletions(owner: Any, name: str) -> Iterator[list[Callable[[], None]]]:
-    """Enter a block in which a trainer only says which checkpoints it would delete."""
+    """Enter a block in which a trainer deletes no checkpoint; the list gets the withheld calls."""
     rotate, held = getattr(owner, name), list[Callable[[], None]]()
 
     def hold(*arguments: Any, **options: Any) -> None:

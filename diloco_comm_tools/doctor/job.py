@@ -268,7 +268,7 @@ def measure_links(num_bytes: int) -> list[dict[str, Any]]:
             seconds = [_ping(a, b, 8, LATENCY_ROUNDS), _ping(a, b, num_bytes, BANDWIDTH_ROUNDS)]
         else:
             seconds = [0.0, 0.0]
-        # The lower rank of the pair holds the clock.
+        # Take the times that the lower rank of the pair has measured.
         times = torch.tensor(seconds, dtype=torch.float64)
         dist.broadcast(times, src=a)
         latency_s, message_s = times.tolist()

@@ -304,7 +304,7 @@ class Courier:
             )
 
     def wait(self, seconds: float) -> None:
-        """Wait until something arrives."""
+        """Wait until something arrives, for ``seconds`` at most."""
         with self._lock:
             self._lock.wait(seconds)
 

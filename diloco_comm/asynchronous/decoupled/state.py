@@ -98,7 +98,7 @@ class SyncerState(Host):
         self.merged: Counter[str] = Counter()
         self.seqs: dict[tuple[str, int], int] = {}
         self.with_news: set[bytes] = set()
-        # Inner steps at which a learner is called again, whose report was refused.
+        # By learner and fragment: the inner step at which a refused report is called for again.
         self._again: dict[tuple[str, int], int] = {}
         self._instances: dict[str, int] = {}
         self._shapes: dict[bytes, tuple[list[int], list[int], int]] = {}
