@@ -235,7 +235,7 @@ def store(
 
 
 def _truncate(journal: Path | None) -> None:
-    """Cut a journal off at its damage; a signal is no normal end of that."""
+    """Cut a journal off at its damage; unlike a server, this ends with an error after a signal."""
     from diloco_comm.base.log import DamagedLog
     from diloco_comm.elastic.registry.journal import FILE, Journal
 

@@ -38,7 +38,8 @@ def dylu_steps(
     fastest = max(speeds, default=0.0)
     if speed is None or fastest <= 0:
         return max(minimum, sync_every)
-    # Speeds come from divisions: the quotient of two equal speeds may be just below 1.
+    # Rounding may make two equal speeds differ in the last bit: without the last factor the slower
+    # one would lose a step.
     return max(minimum, min(sync_every, math.floor(speed / fastest * sync_every * (1 + 1e-12))))
 
 
@@ -83,7 +84,7 @@ class GracePeriod:
             self._opened_at = None
 
     def release(self, now: float, *, is_anyone_training: bool) -> list[Hashable]:
-        """Return the workers that continue now, by arrival; [] while the window is open."""
+        """Return the workers that continue now, first come first; [] while the window is open."""
         closes_at = self.closes_at
         if closes_at is None or (now < closes_at and is_anyone_training):
             return []
@@ -223,7 +224,7 @@ class Outcome:
         seq: Sequence number of the update.
         version: Version of the shared model afterwards.
         staleness: Versions made since the update's worker fetched its parameters; -1 if the update
-            was refused.
+            was refused, or is older than the worker's newest one.
         refusal: "" if it was applied, else "stale", "non-finite", "disk", "out of order" or "from
             the future".
         reason: One sentence for the worker if the update was refused, else "".
@@ -241,7 +242,7 @@ class Member:
     """A worker as the server remembers it, also while the worker is not connected.
 
     Attributes:
-        last: Outcome of the worker's newest update.
+        last: Outcome of the worker's newest update that has used up its sequence number.
         num_applied: Number of the worker's updates that were applied.
         is_training: The worker has parameters and has not sent its update yet.
         started: Version that the worker trains from, kept for delay compensation; else None.
@@ -318,7 +319,10 @@ class Coordinator:
     # -------------------------------------------------------------------------------- updates
 
     def outcome_of(self, worker: str, seq: int) -> Outcome | None:
-        """Return the outcome of an update that has come before; None for a new update."""
+        """Return the outcome of an update that has come before; None for a new update.
+
+        Only the newest outcome is kept: for an older update the staleness is -1.
+        """
         last = self.join(worker).last
         if seq > last.seq:
             return None
@@ -328,7 +332,7 @@ class Coordinator:
         return Outcome(seq, self.model.version, -1)
 
     def refusal(self, worker: str, seq: int, version: int) -> Outcome | None:
-        """Return the refusal of an update whose payload has yet to be sent; None to accept it."""
+        """Return the refusal of an update by its number and version; None to take its payload."""
         last = self.join(worker).last
         staleness = self.model.version - version
         if seq != last.seq + 1:
@@ -355,7 +359,7 @@ class Coordinator:
     def arrive(
         self, update: Update, now: float, release: Callable[[], None] = lambda: None
     ) -> Outcome:
-        """Apply a complete update, or refuse it; for one that has come before, only return that.
+        """Apply a complete update, or refuse it; if it has come before, return its outcome alone.
 
         Args:
             update: The update.

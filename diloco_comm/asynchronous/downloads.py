@@ -30,8 +30,8 @@ _FP32 = WireFormat("fp32")
 # A link is slow if a message takes more seconds than this.
 SLOW_S = 1.0
 
-# If the server has released updates that the worker needs, the worker fetches parameters in this
-# many rounds before it fetches all buffers again.
+# The server answers with parameters if updates that the worker needs were released, or are larger.
+# Then the worker fetches parameters in this many more rounds before it fetches all buffers again.
 REST_ROUNDS = 8
 
 
@@ -142,7 +142,7 @@ class Follower:
                     outer[begin:end] = state.visible(begin, end)
 
     def missed(self, question: Message) -> None:
-        """Drop the buffers: the server answered with parameters instead of updates or buffers."""
+        """Drop the buffers, as the server answers with parameters; decide what to ask for next."""
         if question.kind == Kind.FOLLOW and question.number == 0:
             self.is_refused = True
             logger.warning(
@@ -160,11 +160,12 @@ class Download(Fetcher):
 
     Updates are applied run by run as they arrive, all updates of one run while it is in the cache.
     The server sends parameters and buffers from its live memory. So at the end the worker asks
-    whether the server has kept the version unchanged until the last run was sent.
+    whether the server has kept their version until the last run was sent.
 
     Attributes:
         steps: Inner steps of the round that starts from this version.
-        is_complete: All runs of the version have arrived, and the server has confirmed it.
+        is_complete: All runs of the version have arrived; the server has confirmed that parameters
+            or buffers were kept until then, while updates need no such answer.
     """
 
     def __init__(self, send: Callable[[Message], bool], follower: Follower) -> None:
@@ -185,7 +186,7 @@ class Download(Fetcher):
         self._missing: dict[int, set[tuple[int, int]]] = {}
 
     def ask(self) -> None:
-        """Ask for a version, or ask again for the runs that have not arrived."""
+        """Ask for a version, again for the runs that have not arrived, or for the confirmation."""
         if self.version is None:
             self._asked_with = self.follower.question(self._token)
             self._send(self._asked_with)
@@ -215,7 +216,7 @@ class Download(Fetcher):
             self.follower.show(self._lr)
 
     def _answered(self, message: Message) -> None:
-        """Ask for the runs of the version that the server has named, in the kind that it offers."""
+        """Ask for runs of the updates, the buffers or the parameters that the server has named."""
         if message.kind == Kind.UPDATES:
             self._catch_up(message)
             return

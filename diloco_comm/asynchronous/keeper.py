@@ -1,7 +1,8 @@
 """Writes a server's state to disk, and retries after a failed write while the server goes on.
 
-A journal must have no gap. So after a failed write the journal gets no further update. Until a
-snapshot can be written, the folder holds a valid state that is older than the model.
+A journal must have no gap. So after a failed write the journal gets no later update: a server that
+``waits`` writes the same update again, and any other goes on with a new snapshot and its journal.
+Until then the folder holds a valid state that is older than the model.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Keeper:
             version: The model's version after the update.
 
         Returns:
-            False if the update could not be written. The journal then ends with the update before.
+            False if the update could not be written. The journal then ends with the previous one.
             A caller that ``waits`` repeats the call later, before it tells anybody of the update;
             for others the journal gets no update until the next snapshot.
         """
@@ -180,7 +181,7 @@ class Keeper:
                 f"version {version} of the model is lost, and {kept} is kept: {self._reason}"
             )
 
-    # ------------------------------------------------------------------------------------ trouble
+    # ----------------------------------------------------------------------------------- problems
 
     @property
     def problem(self) -> str:
@@ -208,7 +209,7 @@ class Keeper:
         else:
             self._wait_s = min(2 * self._wait_s, LAST_RETRY_S)
         self._retry_at = time.monotonic() + self._wait_s
-        # Log once when the problem begins, and once more when a crash would lose updates.
+        # Log once when the problem begins, and once more when the journal fails as well.
         if is_new or self._was_journalled != self._is_journalled:
             logger.error("%s; the server goes on, and tries again", self.problem)
         self._was_journalled = self._is_journalled

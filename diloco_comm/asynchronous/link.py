@@ -123,7 +123,10 @@ class Identity:
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether runs of an update were sent, and it is unknown if that update was applied."""
+        """Whether runs of an update were sent under another name or number than the present one.
+
+        That update may have been applied, and must not be sent again.
+        """
         return self.begun not in (None, (self.name, self.next_seq))
 
     def begin(self) -> None:
@@ -166,10 +169,12 @@ class Identity:
         return not is_older
 
 
+# Seconds for which a worker waits for a message before it looks whether to ask again; the second
+# number while its last message could not be sent.
 RETRY_S, BLOCKED_S = 1.0, 0.02
 # Seconds after which a worker logs, once, that the server has no room for its update.
 PATIENCE_S = 30.0
-# Seconds of silence after which the connection is closed and made again.
+# The most seconds without an answer to heartbeats, until ZeroMQ makes the connection again.
 LOST_AFTER_S = 40.0
 
 
@@ -320,7 +325,7 @@ class Link:
             return Message(Kind.REFUSED, meta={"reason": str(error)}) if is_other else None
 
     def converse(self, ask: Callable[[], object], stage: str) -> Iterator[Message]:
-        """Yield the messages of the server, and ask again whenever the server is silent.
+        """Yield the messages of the server, and repeat the request while it is unanswered.
 
         Args:
             ask: Sends the request.

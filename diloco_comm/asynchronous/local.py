@@ -89,9 +89,9 @@ class WorkerPiece:
     def snapshot(self, impl: str) -> Tensor:
         """Return the parameters at the last ``encode``, as its payload determines them, fp32.
 
-        With s the decoded payload, e and e' the residuals before and after the encoding, and
-        c(base) the base rounded to the parameters' dtypes, they are c(base) - s - e' + e. So no
-        copy has to be kept.
+        With s the decoded payload, e the residual before the encoding, e' the error of the encoding
+        (the new residual without its decay), and c(base) the base rounded to the parameters'
+        dtypes, they are c(base) - s - e' + e. So no copy has to be kept.
         """
         then = self.held(self.base).sub_(decode(self.payload, self.layout, impl=impl))
         if self.residuals.new is not None and self.residuals.value is not None:

@@ -29,12 +29,13 @@ MAX_NAME = 64
 MAX_FRAGMENTS = 4096
 # The most places in shared memory that a worker's first message names.
 MAX_PLACES = 64
-# The most updates in one answer: as many as fit into 64 KiB of JSON.
+# The most updates in one answer, so that their JSON stays far below ``MAX_JSON``.
 MAX_UPDATES = 64
 # Bytes of the longest run: RUN_ELEMENTS of fp32.
 MAX_BODY = 1 << 20
 # Bytes of runs that one request may ask for.
 MAX_BATCH = 3 * MAX_BODY
+# ``number`` of a REFUSED if the worker's name is the reason.
 NAME_TAKEN = 1
 # Refusals that use up no sequence number: the next update has the same number.
 UNCOUNTED = ("out of order", "from the future")
@@ -53,7 +54,8 @@ class Kind(IntEnum):
     # JSON: the worker's name and model. ``number`` tells workers of one name apart. Fragment 1:
     # the server may ask for another name. The answer repeats ``run``.
     HELLO = 1
-    PUSH = 2  # JSON: my round is done, ask for the update; fragment 1: I follow the versions
+    # JSON: my round is done, ask for the update. Fragment 1: I hold all buffers of this version.
+    PUSH = 2
     RUN = 3  # bytes: runs of the update
     PULL = 4  # tell me the version to train from, I fetch its parameters
     GET = 5  # send me ``count`` runs of this version

@@ -8,7 +8,8 @@ Clocks, sockets and names of workers are in ``coordinator.py`` and ``server.py``
 
 Delay compensation compares the parameters that a worker trained from with the newest parameters, so
 its rules keep these versions (``KeptVersions``). Each kept version is one copy of the parameters in
-a file without a name: the server's memory does not grow with the number of workers.
+a file without a name, so that the server's memory does not grow with the number of workers; only
+while the disk is full, the copies are in memory.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ class SharedModel:
 
     @property
     def oldest_read(self) -> int | None:
-        """The oldest version that a worker reads; None if no version is read."""
+        """The oldest version that is held for a reader; None if none is."""
         return min(self._readers, default=None)
 
     def hold(self) -> int:
@@ -371,7 +372,7 @@ class KeptVersions:
     def compensate(
         self, payloads: Sequence[Payload], layouts: Sequence[Layout], started: int, factor: float
     ) -> tuple[list[Payload], list[Layout]]:
-        """Return g + factor*g*g*(theta_now - theta_then), encoded in fp32, in a file.
+        """Return g + factor*g*g*(theta_now - theta_then), as fp32 in the room of ``make_room``.
 
         Args:
             payloads, layouts: g, with layouts of ``layout_of``.

@@ -1,6 +1,6 @@
 """Payloads that a server receives: in memory or in a file, within a budget, checked run by run.
 
-An update that does not fit into the memory budget goes to a file. The checks find payloads that no
+An update larger than the whole memory budget goes to a file. The checks find payloads that no
 encoder makes: infinities, NaN, codes out of range. They read the scales, and look for codes that an
 encoder never writes; only sparse payloads are decoded.
 """
@@ -119,7 +119,7 @@ def pieces(payload: Payload, layout: Layout) -> Iterator[tuple[Tensor, Layout, i
 
 
 def blocks(payload: Payload) -> Iterator[Tensor]:
-    """Yield the bytes of a payload in blocks that fit into memory."""
+    """Yield the bytes of a payload: as they are in memory, from a file in blocks of 1 MiB."""
     if isinstance(payload, Tensor):
         yield payload
         return
@@ -147,6 +147,7 @@ def read_back(payloads: Sequence[Payload]) -> None:
             pass
 
 
+# An encoder refuses larger magnitudes, as it refuses NaN.
 HUGE = 2.0**126
 _SMALLEST_BITS = 0x0080  # 2^-126, as bf16
 _INFINITY_BITS = 0x7F80

@@ -3,9 +3,9 @@
 A rule collects ``period`` arrivals (N), each with weight 1/N times its discount for staleness, and
 takes an outer step with the N-th. Between two outer steps the shared model either stays
 (``Buffered``) or follows the arrivals (``DelayedNesterov``, arXiv 2401.09135, Algorithm 3). The
-rule keeps the sum of the arrivals apart from the model of the last outer step. So without a
-discount the bytes after N arrivals equal those of a synchronous step on the mean, taken in the
-same order.
+rule keeps the sum of the arrivals apart from the model of the last outer step. So without discount,
+compensation and activation, the bytes after N arrivals equal those of a synchronous step on the
+mean of the arrivals, summed in the same order.
 
 A rule keeps one state for each fragment, which every arrival changes.
 """
@@ -109,7 +109,14 @@ class RuleState(ABC):
 
 
 class FusedState(RuleState):
-    """Rules that ``ops.outer_step_delayed`` applies in one pass over the model."""
+    """Rules that ``ops.outer_step_delayed`` applies in one pass over the model.
+
+    Args:
+        mu: Factor of the momentum; None for a rule without one.
+        direct, ahead, behind: As in ``ops.outer_step_delayed``.
+        between: Factor of the momentum for each arrival before the last one of a period.
+        follows: Workers see the arrivals since the last outer step.
+    """
 
     def __init__(
         self,
@@ -171,7 +178,7 @@ class FusedState(RuleState):
         num_arrivals: int,
         impl: str = "",
     ) -> None:
-        """Add the runs of elements [begin, end) of the arrival that follows ``num_arrivals``."""
+        """Add elements [begin, end), whole runs, of the arrival after ``num_arrivals`` others."""
         place = num_arrivals % self.period
         is_first, is_last, lr = place == 0, place == self.period - 1, self.lr_at(num_arrivals)
         self.step([payload], [weight], layout, begin, end, lr, is_first, is_last, impl)
@@ -252,7 +259,7 @@ class FusedState(RuleState):
 
 
 class PlainState(RuleState):
-    """Rules with any other outer optimizer, which steps on the sum of a period's arrivals."""
+    """Rules with an optimizer beyond the fused ones; it steps on the sum of a period's arrivals."""
 
     def __init__(self, outer: Tensor, period: int, optimizer: OuterOptimizer) -> None:
         super().__init__(outer, period, optimizer)
@@ -266,7 +273,7 @@ class PlainState(RuleState):
             self.pending = self._payload.view(torch.float32)[:count]
 
     def arrive(self, payload: Payload, layout: Layout, weight: float, impl: str = "") -> None:
-        # An optimizer of torch may need all parameters at once: read the payload from its file.
+        # An optimizer of torch may need all parameters at once: read the whole payload into memory.
         if isinstance(payload, PayloadFile) and isinstance(self.optimizer, FromTorch):
             payload = payload[:]
         super().arrive(payload, layout, weight, impl)
@@ -349,9 +356,9 @@ class ServerRule(ABC):
         discount: Exponent d of the polynomial discount: an arrival has the factor
             (1 + staleness)^-d. 0 for no discount; 0.5 in arXiv 2401.09135.
         max_staleness: Arrivals of greater staleness are refused; None for no bound.
-        compensation: lambda of delay compensation, g + lambda*g*g*(theta_now - theta_then). With a
-            lambda other than 0 the server keeps, in files, the parameters that its workers train
-            from.
+        compensation: lambda of delay compensation: the pseudo-gradient g becomes
+            g + lambda*g*g*(theta_now - theta_then). With a lambda other than 0 the server keeps the
+            parameters that its workers train from (theta_then), in files while the disk has room.
     """
 
     discount: float = 0.0
@@ -390,7 +397,10 @@ class ServerRule(ABC):
 
 @dataclass(kw_only=True)
 class Buffered(ServerRule):
-    """Collect ``period`` arrivals and take one outer step on their mean (FedBuff, 2106.06639)."""
+    """Take one outer step on the sum of ``period`` arrivals (FedBuff, arXiv 2106.06639).
+
+    Each arrival has the factor ``weight(staleness)``: without a discount the sum is the mean.
+    """
 
     period: int = 4
     outer: OuterOptimizer = field(default_factory=Nesterov)
@@ -431,12 +441,13 @@ class Immediate(ServerRule):
 
 @dataclass(kw_only=True)
 class DelayedNesterov(ServerRule):
-    """Step along every arrival at once, but use and update the momentum only with every N-th one.
+    """Step along every arrival at once, but update the momentum only with every N-th one.
 
     Args:
         lr, momentum: As in ``diloco_comm.Nesterov``.
         period: N; the number of workers is a natural choice.
-        activation: c in [0, 1/N], the share of the momentum that the other arrivals use.
+        activation: c in [0, 1/N], the share of the momentum by which each of the other N - 1
+            arrivals moves the model; the N-th one uses the rest.
     """
 
     lr: LearningRate = 0.7
@@ -471,7 +482,7 @@ def _check_period(period: int) -> None:
 
 
 def fused_numbers(outer: OuterOptimizer) -> tuple[float | None, float, float, float] | None:
-    """Return (mu, direct, ahead, behind) of ``ops.outer_step_delayed``, or None."""
+    """Return (mu, direct, ahead, behind) of ``ops.outer_step_delayed``; None if not fused."""
     if isinstance(outer, SGD):
         return None, 1.0, 0.0, 0.0
     if isinstance(outer, HeavyBall):

@@ -74,8 +74,8 @@ class Listener:
         self.socket.router_mandatory = True
         self.socket.maxmsgsize = max(MAX_BODY, MAX_JSON)
         # A window has a message for each of its fragments, and a few more for large ones. The limit
-        # is higher, as ZeroMQ counts sent messages only after half a limit of them. But with a much
-        # higher limit, a peer that does not read would take more memory here.
+        # is higher, as ZeroMQ makes room for new messages only after half a limit of them was sent.
+        # But with a much higher limit, a peer that does not read would take more memory here.
         self.socket.sndhwm = 4 * WINDOW_FRAGMENTS
         self.socket.rcvhwm = 4 * WINDOW_BYTES // MAX_BODY
         beat(self.socket, lost_after)
@@ -184,7 +184,7 @@ class Service(ABC):
 
     @abstractmethod
     def _after_messages(self) -> None:
-        """Called after the messages that have arrived, and when ``_due_at`` is over."""
+        """Called after the messages that have arrived, and at the time of ``_due_at``."""
 
     @abstractmethod
     def _housekeeping(self) -> None:
@@ -352,7 +352,8 @@ class Service(ABC):
         same = sessions.get(peer)
         if same is not None and (same.worker, same.connection) == (worker, connection):
             return
-        # The peer had another worker before, or the connection's number had an older connection.
+        # The peer had another worker before, the connection's number had an older connection, or
+        # there are too many sessions.
         for old in (same, sessions.on(connection), sessions.superfluous()):
             if old is not None:
                 self._lose(old.peer)
@@ -492,8 +493,8 @@ class AsyncServer(Service):
         keys: Folder of CURVE keys (``diloco-comm serve keygen``).
         insecure: Allow an address that other machines reach, without keys.
         model_sizes: Memory of the server in fp32 models, for the rule's buffers and for updates on
-            their way. One update always fits.
-        lost_after: Seconds of silence after which a worker that was stopped, or lost power or
+            their way. An update that is larger than the room goes to a file.
+        lost_after: Seconds of silence after which a worker that was suspended, or lost power or
             network, counts as lost. A worker that was killed counts as lost at once, and a worker
             that trains never does.
         max_parameters: Larger models are refused.

@@ -38,7 +38,8 @@ MAX_SESSIONS = 20_000
 Send = Callable[[bytes, Message], bool]
 # ``Session.follows`` of a worker that wants to follow the versions, but holds none yet.
 NOTHING = -1
-# Seconds within which a worker must begin to fetch a version that is kept for it.
+# Seconds within which a worker must begin to fetch a kept version that is no longer the newest, at
+# first; see ``Session.patience_s``.
 BEGIN_S = 2.0
 
 
@@ -130,8 +131,8 @@ class Session:
         is_reading: The worker has been told of the version, and fetches it.
         read_at: When the worker began to fetch, or asked for a place beyond ``furthest``.
         furthest: Last place (number, fragment, run) of the version that the worker has asked for.
-        barred_until: Until then the worker gets no version, as it kept others waiting for one that
-            it did not fetch.
+        barred_until: Until then the worker gets no version and its updates wait, as it kept others
+            waiting: it did not fetch a version, or did not send the runs of an update.
         patience_s: Seconds for which an older version is kept before the worker begins to fetch it.
         steps: Inner steps of the worker's next round.
         evictions: How often a slow download of the worker was ended.
@@ -344,7 +345,7 @@ class Host(ABC):
 
     @abstractmethod
     def save(self) -> None:
-        """Write a snapshot, unless the model has updates that no worker may know of yet."""
+        """Write a snapshot, unless the buffers are older or newer than what workers are told."""
 
     @abstractmethod
     def end(self) -> None:

@@ -1,8 +1,9 @@
 """The files of a server: a snapshot, and a journal of the updates since the snapshot.
 
 A snapshot is written beside the old one and renamed over it. The journal is named after the version
-of its snapshot. It gets every update before the update's worker gets the outcome, so a server that
-was killed restores exactly the updates that its workers know to be applied. Both files are logs
+of its snapshot. It gets every update before the update's worker gets the outcome. So, unless the
+disk failed, a server that was killed restores all updates that its workers know to be applied, and
+those whose outcome was not sent yet. Both files are logs
 (``base.log``): the head of a record is JSON, its body is raw bytes. After any failure the folder
 still holds a snapshot and the journal that belongs to the snapshot.
 """
@@ -293,7 +294,7 @@ class Storage:
         def fill(log: Log) -> None:
             log.append(text, tensors.values(), 4 * sum(shapes.values()), is_durable=False)
             if self._keeps_journals and not self.exists:
-                self._first.unlink(missing_ok=True)  # of a process that ended before the rename
+                self._first.unlink(missing_ok=True)  # from a process that ended before its rename
                 os.link(log.path, self._first)
 
         before = _inode(self._path)
@@ -314,8 +315,8 @@ class Storage:
         """
         self.close()
         path = self._journal_path(version)
-        # This fsync of the folder keeps a loss of power from leaving the old snapshot without its
-        # journal.
+        # ``Log.create`` also syncs the folder. So the new snapshot's name is on the disk before the
+        # old journal is removed: a loss of power leaves no old snapshot without its journal.
         self._journal = Log.create(path, JOURNAL, remedy=_REMEDY)
         # The other journals belong to snapshots that have been replaced.
         old = [] if self._keeps_journals else [self._first, *self.folder.glob("journal-*")]

@@ -24,6 +24,7 @@ from .rules import ServerRule
 from .sessions import MAX_WORKERS, NOTHING, Host, Session
 from .window import WINDOW_BYTES
 
+# The status counts updates of this staleness or more together.
 MAX_STALENESS = 64
 
 logger = logger_of(__name__)
@@ -172,7 +173,8 @@ class ServerState(Host):
         self.coordinator = Coordinator(model, **self.numbers)
         self.layout = layout
         model_bytes = 4 * model.num_elements
-        # Each reader has one window of runs on its way; all readers take a quarter of a model.
+        # Each reader has one window of runs on its way; all windows take at most a quarter of a
+        # model, or 16 MiB if that is more.
         window = min(WINDOW_BYTES, max(1, model_bytes))
         quarter = max(model_bytes // 4, 2 * SMALL_BYTES)
         self.max_readers = min(MAX_READERS, max(1, quarter // window))

@@ -109,7 +109,7 @@ class Uploads(ABC):
             return
         fragment = message.fragment - upload.first
         if Position(0, fragment, message.run) not in upload.window.asked:
-            return  # This run was asked for twice, and has arrived before.
+            return  # This run has arrived before, after two requests; or nobody asked for it.
         try:
             wrong = upload.put(fragment, message.run, message.body, time.monotonic())
             if upload.window.is_empty:
@@ -232,7 +232,7 @@ class Receiver(Uploads):
         self._drop(session.worker, 0)
         sizes = [layout.payload_bytes for layout in layouts]
         try:
-            # Parameters to start from fit into memory: the server has no model yet.
+            # Parameters to start from go to memory, as the server has no model there yet.
             payloads = self.state.memory.take(sizes, may_use_file=not meta["is_start"])
             # Updates that are kept for followers make room.
             while payloads is None and self.state.forget_oldest():
@@ -340,7 +340,8 @@ def _model_of(session: Session) -> tuple[list[int], int, list[int] | None]:
 
 
 _FP32 = WireFormat("fp32")
-# While memory is short, a download is ended after so many seconds, at most so often for a worker.
+# While memory is short, a download is ended after ``PATIENCE_S``. This rule and ``PAUSE_S``,
+# together, end at most ``MAX_EVICTIONS`` downloads of a worker.
 PATIENCE_S, MAX_EVICTIONS = 30.0, 2
 # Seconds that a new reader waits for readers of an older version to end. While an older version is
 # read, the server computes the newer one anew for each reader.

@@ -82,7 +82,7 @@ class AsyncDiLoCo(Attachment):
             default name, a number is added: node7-rank3-2.
         fragments: As in ``DiLoCo``, the same on all workers.
         wire: The format of an update ("int8"): a name, or ``Wire``. Each worker may have another
-            one. There is no mapping, no ``feedback_decay`` and no ``align_tensors``.
+            one. One wire is for all parameters; no ``feedback_decay``, no ``align_tensors``.
         link: ``Link(timeout=...)``: seconds of the server's silence after which ``ServerLost`` is
             raised. The default is ``DILOCO_COMM_TIMEOUT_S``, or 1800.
         nonfinite: "raise" (default) or "skip" a round whose values are not finite. The worker
@@ -101,13 +101,14 @@ class AsyncDiLoCo(Attachment):
 
     The server decides how many inner steps a round has. If the server is silent at the end of a
     round, ``step`` waits. After ``timeout``, ``step`` raises ``ServerLost`` and leaves the
-    parameters as they are; the next call sends the same update again. ``step`` also raises
+    parameters as they are; the next call sends the same update again, unless the server has
+    answered it, and fetches the parameters. ``step`` also raises
     ``ServerLost`` if the server was restarted from an older state; the next call then sends the
     update to the restarted server.
 
     Raises:
         ValueError, TypeError: For invalid arguments.
-        ServerRefused: If the server refuses this worker, because its model differs.
+        ServerRefused: If the server refuses this worker: its model differs, or its name is taken.
         ServerLost: If no server answers.
     """
 

@@ -327,7 +327,7 @@ def move_schedule(schedule: Any, num_steps: int) -> None:
 
 
 def leave_schedules(diloco: DiLoCo) -> None:
-    """Say that a callback has moved the schedules: they may count epochs or batches."""
+    """Let DiLoCo not check the schedules: a callback has moved them, by epochs or batches too."""
     if diloco._elastic is not None:
         diloco._elastic.leave_schedules()
 

@@ -129,7 +129,8 @@ class Division:
         if given("store") is not None:
             members = given("members") or range(given("num_replicas") or 1)
             return sorted(set(members)).index(given("replica") or 0), len(set(members))
-        # Several processes that share no store are all processes of the launch, of all replicas.
+        # Without a store, several processes are those that the trainer divides the data among, of
+        # all replicas; under elastic membership no part is known.
         if num_processes > 1 or given("membership") is not None:
             return 0, 1
         group = handshake.replica_group(given("group"), given("mesh"), None, given("num_replicas"))

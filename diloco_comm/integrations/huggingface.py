@@ -111,7 +111,7 @@ class DiLoCoCallback(TrainerCallback):
         diloco: The attached DiLoCo; None before training.
 
     Raises:
-        TypeError, ValueError: For arguments that ``make`` does not have, or that cannot be.
+        TypeError, ValueError: For arguments that ``make`` does not have, and for invalid values.
     """
 
     def __init__(
@@ -455,7 +455,10 @@ class DiLoCoCallback(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Raise if evaluate="outer" and the evaluation ran on the local parameters."""
+        """Raise if evaluate="outer" and the evaluation ran on the local parameters.
+
+        An evaluation outside of the training loop instead closes DiLoCo: the training has failed.
+        """
         if self.diloco is not None and not self._is_training():
             self.diloco.close()
         elif self._is_outer and self._swap is not None and not self._swap.is_outer:
@@ -536,7 +539,7 @@ def _rotation(trainer: Trainer) -> tuple[Any, str] | None:
 
 @contextmanager
 def _held_deletions(owner: Any, name: str) -> Iterator[list[Callable[[], None]]]:
-    """Enter a block in which a trainer only says which checkpoints it would delete."""
+    """Enter a block in which a trainer deletes no checkpoint; the list gets the withheld calls."""
     rotate, held = getattr(owner, name), list[Callable[[], None]]()
 
     def hold(*arguments: Any, **options: Any) -> None:

@@ -92,15 +92,15 @@ class DiLoCoCallback(pl.Callback):
             parameters, and checkpoints hold them as the module's state. Training continues from the
             local parameters, which the callback's state then holds.
         shard: False if the data are divided already: the callback leaves them as they are.
-        figures: "main" (default) for four figures; "all" for the figures of ``log_metrics``
-            too.
+        figures: "main" (default) for four figures; "all" for the means of the figures of
+            ``log_metrics`` too.
         arguments: Arguments of ``make``, such as ``sync_every=100``.
 
     Attributes:
         diloco: The attached DiLoCo; None before training.
 
     Raises:
-        TypeError, ValueError: For arguments that ``make`` does not have, or that cannot be.
+        TypeError, ValueError: For arguments that ``make`` does not have, and for invalid values.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class DiLoCoCallback(pl.Callback):
     # -------------------------------------------------------------------------- outer parameters
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the outer parameters into the model for the validation."""
+        """With ``evaluate="outer"``, put the outer parameters into the model."""
         self._is_busy = True
         if self._swap is not None and self._is_outer and not self._swap.is_over:
             self._swap.enter()
@@ -366,7 +366,7 @@ class DiLoCoCallback(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Save the outer parameters as the module's state."""
+        """With ``evaluate="outer"``, save the outer parameters as the module's state."""
         if self._swap is None or not self._is_outer:
             return
         # After a failed training the user may have loaded other parameters.

@@ -70,7 +70,7 @@ class Figures:
         self._norms: dict[int, float] = {}
         if diloco is not None:
             diloco.on_sync(self._since.append)
-            # The trainer's own log has these figures.
+            # The trainer's own log has these figures, so DiLoCo logs its progress at DEBUG only.
             diloco._progress.level = logging.DEBUG
             if choice == "all":
                 log_metrics(diloco, self._add)

@@ -175,7 +175,7 @@ def save_plot(path: Path, draw: Callable[[Path], None], *, as_json: bool) -> Non
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement about results, with its number, and whether the results bear it out."""
+    """A statement with a measured number, and whether the results bear it out."""
 
     text: str
     holds: bool

@@ -24,7 +24,7 @@ from . import outputs
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the nearest-rank percentile; `percent` in 0..100."""
+    """Return the value at the nearest index, without interpolation; `percent` in 0..100."""
     ordered = sorted(values)
     return ordered[round((len(ordered) - 1) * percent / 100)]
 

@@ -44,8 +44,8 @@ def die_with_launcher() -> None:
 def die_with_parent() -> None:
     """End this process, which a fork server has made, with the parent process of that server.
 
-    The kernel kills a process whose fork server ends, also one that is stopped. A fork server ends
-    when nobody holds its pipe any more, which every forked process holds, too.
+    The kernel kills a process whose fork server ends, also a suspended one. A fork server ends when
+    nobody holds its pipe any more. A forked process inherits the pipe, so this one closes it.
     """
     die_with_launcher()
     alive = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)

@@ -1,4 +1,4 @@
-"""``diloco-comm demo --chaos``: replicas are killed, stopped and started while they train."""
+"""``diloco-comm demo --chaos``: replicas are killed, suspended and started while they train."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Track:
     Attributes:
         steps: Time, inner step and loss of each step.
         entered: Times at which the process entered a view.
-        stopped: When the process was stopped; None if it was not.
+        stopped: When the process was suspended (SIGSTOP); None if it was not.
     """
 
     number: int
@@ -90,7 +90,7 @@ class Band:
 class View:
     """A view (a group of replicas that train together), as its members told of it.
 
-    ``seconds`` is the longest time for which a member stood still in the change to this view.
+    ``seconds`` is the longest time for which an older member stood still in the change to it.
     """
 
     number: int

@@ -139,8 +139,8 @@ class Crew:
         given: Further argument of ``program``.
         folder: Holds the journal, and a log of each process.
         preload: Modules that are imported once for all processes.
-        registry: Address of a registry that is there already, for a crew that is not entered as a
-            context manager, but closed at the end, as a crew without a registry is.
+        registry: Address of a registry that runs already. Such a crew, as one without a registry,
+            is closed at the end, and not entered as a context manager: that starts a registry.
     """
 
     def __init__(

@@ -112,8 +112,8 @@ def _standard_library() -> dict[str, bytes]:
 def _hold_out(pieces: dict[str, bytes]) -> tuple[list[bytes], list[bytes]]:
     """Hold out a share of the bytes, by a hash of the name: the same pieces on every machine.
 
-    A piece larger than half of the share is never held out, so that the validation text mixes
-    several pieces.
+    A piece larger than half of the share and than ``PIECE_BYTES`` is never held out, so that the
+    validation text mixes several pieces.
     """
     share = sum(map(len, pieces.values())) // HELD_OUT_ONE_IN
     longest = max(share // 2, PIECE_BYTES)

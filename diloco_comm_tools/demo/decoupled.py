@@ -76,7 +76,7 @@ class Results:
         return before, track.pace_s(self.killed_at, self.ended_at)
 
     def versions(self, learner: int) -> tuple[int, int]:
-        """Return how many commits a learner had taken at the kill, and at the end."""
+        """Return the sum of a learner's fragment versions at the kill, and at the end."""
         steps = self.tracks[learner].steps
         before = [step.step for step in steps if step.at <= self.killed_at]
         return before[-1] if before else 0, steps[-1].step if steps else 0

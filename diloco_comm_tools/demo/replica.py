@@ -31,10 +31,6 @@ from .data import Batches, Corpus, load_corpus, validation_windows
 from .model import ByteTransformer, byte_loss
 from .settings import Chaos, Comparison, Decoupled, Row, Training
 
-# This module has no `from __future__ import annotations`, since DDP compares the annotations of a
-# hook as objects.
-
-
 Future = torch.futures.Future
 
 

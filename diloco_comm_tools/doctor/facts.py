@@ -26,7 +26,7 @@ SHORT_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Finding:
-    """An error, or a warning of a common mistake, with a remedy."""
+    """An error, a warning of a common mistake, or advice (``level``), with a remedy."""
 
     level: str
     what: str

@@ -140,7 +140,8 @@ if __name__ == "__main__":
 
 LATENCY_ROUNDS = 20
 BANDWIDTH_ROUNDS = 3
-# With more pairs than this, each rank is paired with its nearest neighbours only.
+# With more pairs than this, each rank is paired only with the next one and with the one half the
+# ranks away.
 MOST_PAIRS = 120
 # A link slower than the median by this factor is reported.
 SLOW_LINK = 3.0
@@ -267,7 +268,7 @@ def measure_links(num_bytes: int) -> list[dict[str, Any]]:
             seconds = [_ping(a, b, 8, LATENCY_ROUNDS), _ping(a, b, num_bytes, BANDWIDTH_ROUNDS)]
         else:
             seconds = [0.0, 0.0]
-        # The lower rank of the pair holds the clock.
+        # Take the times that the lower rank of the pair has measured.
         times = torch.tensor(seconds, dtype=torch.float64)
         dist.broadcast(times, src=a)
         latency_s, message_s = times.tolist()
@@ -277,7 +278,7 @@ def measure_links(num_bytes: int) -> list[dict[str, Any]]:
 
 
 def pairs_of(world: int) -> list[tuple[int, int]]:
-    """Return all pairs of ranks; of many ranks only pairs of near neighbours."""
+    """Return all pairs of ranks; of many ranks only those that ``MOST_PAIRS`` describes."""
     pairs = list(itertools.combinations(range(world), 2))
     if len(pairs) <= MOST_PAIRS:
         return pairs

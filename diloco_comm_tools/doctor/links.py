@@ -36,7 +36,7 @@ PREFIX = "diloco_comm doctor links"
 # beat for GONE_S seconds for ended.
 GONE_S, BEAT_S = 15.0, 1.0
 _POLL_S = 0.05
-# Time in which a pair connects. A packet that is dropped is sent again after 1 s and after 3 s.
+# Seconds that a pair has to connect. A dropped packet is sent again after 1 s and after 3 s.
 LINK_S = 10.0
 PINGS, PING_S = 20, 3.0
 # Bytes are counted for RATE_S seconds. Before, messages flow for ten round trips, but for at least
@@ -73,7 +73,7 @@ class Request:
 
 
 class Meeting:
-    """The doctors of all replicas at the store. A context manager: at its end this doctor is gone.
+    """The doctors of all replicas at the store; at the end of its block this doctor is gone.
 
     Attributes:
         ways: The record that each replica has written about itself, by number.
@@ -413,7 +413,7 @@ def measure_rate(
     seconds, num_bytes, segments, again = (
         now - then for now, then in zip(counted(), before, strict=True)
     )
-    # The peer may have begun later.
+    # The peer may have begun later, and still count what it receives.
     run_for(min(2 * trip_s, 1.0))
     return {
         "lanes": len(lanes),

@@ -72,7 +72,7 @@ def launch(
     from .run import Launch, Launcher
 
     try:
-        # The address is tried by the replica, which waits for the registry; here only its form.
+        # Only the form of the address is checked here: the replica waits for the registry.
         connect(registry, run=run, key=key, insecure=insecure).close()
         if not script.is_file():
             misuse(f"there is no script {script}")

@@ -1,8 +1,8 @@
 """The launchers of one replica, one on each node, which start and end its workers together.
 
-Each launcher beats at a store that the launcher of node 0 hosts: it says who it is, and how its
-workers have ended. Node 0 alone decides, and writes what it has decided into the store's record. A
-replica of one node has no store, and is a group of one launcher.
+Each launcher beats at a store that the launcher of node 0 hosts: a beat says whose it is, and how
+the launcher's workers have ended. Node 0 alone decides, and writes each decision into the store's
+record. A replica of one node has no store, and is a group of one launcher.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class Nodes:
         self._patience_s, self._limit_s = env.suspect_after_s(), env.timeout_s()
         self._decision = self._wanted = Decision()
         self._beats: dict[str, tuple[Beat, float]] = {}
-        # On node 0: the name of each node's launcher, and when each further launcher was first
-        # seen.
+        # On node 0: the name of each node's launcher, and when each launcher was first seen, also
+        # one that is not its node's.
         self._came: dict[int, str] = {}
         self._first_seen: dict[str, float] = {}
         self._next, self._told = 0.0, self._beat
@@ -235,7 +235,7 @@ class Nodes:
             self._wanted = replace(self._wanted, status=status)
             began = time.monotonic()
             self.look()
-            # A launcher that no longer beats has read the status and ended.
+            # A launcher that no longer beats has read the status and ended, or is lost.
             while self._others():
                 waited_s = time.monotonic() - began
                 if waited_s > (_FAREWELL_S if self.ends_now else self._patience_s):
@@ -325,7 +325,7 @@ class Nodes:
             note(f"{self.leaving}: this node ends without {awaited}")
             return exits.LEFT if exits.LEFT in (self._beat.failed or []) else FAILED
         for name in self._others() if self.is_first else []:
-            # Before the first start all end; later, _refusal() names the launcher that differs.
+            # Before the first start a difference ends all; later, _refusal() refuses one launcher.
             if name not in said.refused and (sentence := self._misfit(self._beats[name][0])):
                 return self.give_up(exits.MISFIT, sentence)
         silence_s = waited_s if self.is_first else self._silence_s

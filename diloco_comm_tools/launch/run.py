@@ -41,7 +41,8 @@ _FINAL = (exits.MISFIT, exits.UNAVAILABLE, exits.LEFT)
 _REASONS = (exits.MISFIT, exits.UNAVAILABLE, exits.RESTART)
 # Seconds between two looks at signals and at torchrun.
 _LOOK_S = 0.1
-# Seconds for which torchrun waits for workers that it has told to end, and the launcher for it.
+# Seconds for which torchrun waits for workers that it has told to end, and the launcher waits for
+# torchrun.
 _SHUTDOWN_S = 10
 
 
@@ -134,7 +135,7 @@ class Launcher:
     def _run(self) -> int:
         os.environ.update(self._launch.variables())
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_S))
-        # torchrun says that it handles no signals, as it runs on a thread here.
+        # Hide torchrun's warning that it handles no signals: it runs on a thread here.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)

@@ -29,7 +29,7 @@ from .request import (
 from .simulator import GRID_GBPS
 
 # The loss minus the loss of fp32 after 30 rounds of 10 inner steps, with SGD as outer optimizer
-# (wires.json).
+# (wires.json; this file and those named below are in benchmarks/results/convergence).
 LOSS_OVER_FP32: dict[str, float] = {
     "fp32": 0.0,
     "int4": 0.0,

@@ -31,7 +31,7 @@ def format_bytes(num_bytes: float) -> str:
 def print_plan(
     console: Console, plan: dict[str, Any], *, all_wires: bool = False, only_chosen: bool = False
 ) -> None:
-    """Print the tables of ``plan.make_plan``.
+    """Print the tables of ``estimate.make_plan``.
 
     Args:
         all_wires: Add the table that compares wires.

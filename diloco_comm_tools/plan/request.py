@@ -181,7 +181,7 @@ _OF_WIRE = ("block_size", "error_feedback")
 
 @dataclass(frozen=True)
 class Setting:
-    """The most frequent exchange of one method and wire that reaches the target on a link."""
+    """A method, a wire and its H, with the compute utilisation that they reach on a link."""
 
     method: str
     delay: int

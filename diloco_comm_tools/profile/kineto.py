@@ -155,8 +155,8 @@ class KinetoTrace:
     ) -> None:
         """Note a stage of this package; an exchange is recorded when the wait for it has ended.
 
-        It begins when its encoding begins. It lasts as long as the engine measured, at most until
-        the end of the wait.
+        The exchange begins when its encoding begins, and lasts as long as the engine measured, at
+        most until the end of the wait.
         """
         if stage == "encode":
             self._sent[key] = begin

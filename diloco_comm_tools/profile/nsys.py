@@ -30,6 +30,7 @@ from .trace import (
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
 RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
 NVTX = "NVTX_EVENTS"
+# Types of NVTX events: two of ranges, and the creation of a domain.
 _PUSH_POP, _START_END, _DOMAIN = 59, 60, 75
 # A global thread number holds the process in its upper bits.
 _PROCESS_MASK = ~0xFFFFFF

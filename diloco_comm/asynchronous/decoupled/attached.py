@@ -74,8 +74,8 @@ def _close(shards: list[Shard]) -> None:
 class DecoupledDiLoCo(Attachment):
     """Report when the syncer calls, and take its commits, without ever waiting for either.
 
-    A thread of its own, the *courier*, owns the connection. Parameters are read and written after
-    an optimizer step alone.
+    A thread of its own, the *courier*, owns the connection. Parameters are read and written by the
+    training thread alone: after an optimizer step, and in ``poll`` and ``flush``.
 
     Args:
         model, optimizer: As in ``DiLoCo``; parameters are written in place, in host memory.
@@ -98,7 +98,7 @@ class DecoupledDiLoCo(Attachment):
 
     Raises:
         ValueError, TypeError: For invalid arguments.
-        ServerRefused: If the server refuses this learner, because its model differs.
+        ServerRefused: If the server refuses this learner: its model differs, or its name is taken.
         ServerLost: If no server answers.
     """
 
@@ -351,11 +351,12 @@ class DecoupledDiLoCo(Attachment):
     def flush(self, timeout: float | None = None, *, remainder: bool = True) -> bool:
         """Share the steps since the last report, and wait until all steps are merged.
 
-        Call this method at the end of training, and before a pause. Until its next step the syncer
-        waits for no step of this learner, and for no report that it does not have.
+        Call this method at the end of training, and before a pause. With ``remainder`` the syncer
+        waits, until this learner's next step, for no step of this learner, and for no report on a
+        fragment without progress.
 
         Args:
-            timeout: Seconds to wait at most; the default is that of the server's silence.
+            timeout: Seconds to wait at most; the default is the ``timeout`` of ``link``.
             remainder: With False wait until the syncer counts all steps and each report is merged
                 or refused; steps that the syncer has not called for stay with this learner.
 
@@ -368,8 +369,8 @@ class DecoupledDiLoCo(Attachment):
         lost = sum(part.steps.lost for part in parts)
         tokens = [] if remainder else [shard.carrier.note() for shard in self._shards]
         while True:
-            # A call that the syncer made before it counted the steps is here by now, for poll();
-            # calls beyond a window of messages may come later.
+            # After the syncer's answer, its earlier calls are here, for poll(); only calls beyond a
+            # window of messages may come later.
             late = list(self._shards)
             if tokens:
                 pairs = zip(self._shards, tokens, strict=True)

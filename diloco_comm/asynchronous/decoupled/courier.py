@@ -48,8 +48,9 @@ class Arrival:
         values: fp32 [num_elements] for each piece: the values, or what to add to the version
             before.
         is_difference: ``values`` are to be added.
-        is_reset: The version does not follow the learner's: take it as it is.
-        seq: Highest number of this learner's reports that the server has seen, with a reset.
+        is_reset: The learner begins anew from this version: it is the first one, or the server has
+            lost the learner's version, or has another run.
+        seq: With a reset, the highest number of this learner's reports that the server has seen.
     """
 
     fragment: int
@@ -67,7 +68,7 @@ class Outgoing:
 
     Attributes:
         is_taken: The server has all of it.
-        asked_at: When the server was last told of the report.
+        asked_at: When the server was last told of the report, or asked for runs of it.
     """
 
     report: Report
@@ -82,9 +83,11 @@ class PartBox:
 
     Attributes:
         layouts: Of a report.
-        told: Version, last merged report, and whether the difference is coded.
+        told: The newest version, this learner's last merged report, and whether the coded
+            difference to the version before can be fetched.
         have: Version that the training thread has or can take; -1 for none.
         arrival: What the training thread can take.
+        called: Version from which the syncer wants a report; -1 for none.
     """
 
     first: int
@@ -301,7 +304,7 @@ class Courier:
             )
 
     def wait(self, seconds: float) -> None:
-        """Wait until something arrives."""
+        """Wait until something arrives, for ``seconds`` at most."""
         with self._lock:
             self._lock.wait(seconds)
 
@@ -393,7 +396,7 @@ class Courier:
         self._fetch_next(now)
 
     def _next_offers(self) -> list[tuple[int, Outgoing]]:
-        """Return the first reports whose runs may be on their way: a window of pieces."""
+        """Return the first reports, up to a window of pieces: only their runs are on their way."""
         offers, num_pieces, over = [], 0, []
         for p in self._offered:
             outgoing = self._parts[p].outgoing

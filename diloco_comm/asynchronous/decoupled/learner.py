@@ -21,7 +21,7 @@ from .syncer import Commit, Report
 
 @dataclass
 class Ledger:
-    """Counts of one unit, inner steps or tokens; always learned = the sum of the others.
+    """Counts of one unit, inner steps or tokens; learned is always the sum of the four others.
 
     Attributes:
         learned: All progress since the learner was made.

@@ -193,8 +193,8 @@ class Gathered:
     def __init__(self, pieces: Sequence[Piece], layouts: Sequence[Layout], impl: str = "") -> None:
         self._pieces, self._layouts, self._impl = pieces, layouts, impl
         self._payloads: dict[str, list[Tensor]] = {}
-        # For each learner, in the order of arrival: by piece, the products with the payloads before
-        # it and with itself; of a piece that merges by the mean, the last one alone.
+        # For each learner, in the order of arrival: by piece, the products of its payload with the
+        # earlier ones and with itself; if the piece merges by the mean, with itself alone.
         self._products: list[list[list[float]]] = []
 
     def add(self, learner: str, payloads: list[Tensor]) -> str:
@@ -278,7 +278,7 @@ class SharedFragment:
 
     Attributes:
         values: The shared parameters, fp32 [num_elements] for each piece.
-        num_merges: Outer steps begun; a merge that raises in its step leaves half of it.
+        num_merges: Outer steps begun; a merge that raises in its step has moved some pieces.
 
     Raises:
         ValueError: If the outer optimizer is another.
@@ -365,7 +365,7 @@ class SharedFragment:
 
 
 def _empty_like(values: Tensor) -> Tensor:
-    """Return room for a copy; the page faults of a large one would take longer than the merge."""
+    """Return room for a copy; huge pages for a large one, since page faults outlast the merge."""
     if values.nbytes < _LARGE_BYTES:
         return torch.empty_like(values)
     return empty_pages(tuple(values.shape))

@@ -119,7 +119,7 @@ class ServedModel:
         self.published[commit.fragment] = Published(commit.version, values, coded, merged)
 
     def _code(self, commit: Commit, before: Published) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Return what learners will have, and the coded differences; None if a value is too large.
+        """Return what learners will have, and the coded differences; None if a value has no code.
 
         What a difference lacks is in the next one, since the syncer knows what learners have.
         """

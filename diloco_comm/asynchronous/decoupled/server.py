@@ -39,8 +39,8 @@ class DecoupledServer(Service):
         keys: Folder of CURVE keys (``diloco-comm serve keygen``).
         insecure: Allow an address that other machines reach, without keys.
         model_sizes: Memory in fp32 models. The server keeps up to five; reports on their way take
-            the rest, 8 MiB at least. The reports of a quorum always fit.
-        lost_after: Seconds of silence after which a learner that was stopped, or lost power or
+            the rest, 8 MiB at least. Reports of a quorum get memory even beyond that.
+        lost_after: Seconds of silence after which a learner that was suspended, or lost power or
             network, counts as lost. A learner that was killed counts as lost at once.
         max_parameters: Larger models are refused.
         impl: Force an implementation of the operators.

@@ -1,4 +1,4 @@
-"""What all learners of a run have in common; the syncer says so to each learner that joins."""
+"""The settings that all learners of a run share; a learner asks the syncer for them, then joins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .merges import MERGES, Piece, pieces_of
 from .syncer import QuorumRule
 
 FP32 = WireFormat("fp32")
-# Messages name a fragment, and each of its pieces, in two bytes and in 64 KiB of JSON.
+# Messages number fragments and pieces in two bytes, and JOIN lists them all in 64 KiB of JSON.
 MAX_FRAGMENTS = 1024
 # Bytes of the settings as JSON; every message has room for them.
 MAX_SETTINGS = 1 << 15
@@ -146,7 +146,7 @@ class DecoupledSettings:
 
     @property
     def of_learners(self) -> int:
-        """A number that differs where the settings differ that learners act on."""
+        """Hash of the settings on which learners act."""
         values = {k: v for k, v in self.to_json().items() if k not in _OF_THE_SYNCER}
         text = json.dumps(values, sort_keys=True)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
@@ -165,7 +165,7 @@ class DecoupledSettings:
         return cls(**values)
 
     def difference(self, other: DecoupledSettings) -> str:
-        """Return what a snapshot with the ``other`` settings does not allow here, or ""."""
+        """Return how the ``other`` settings differ where no change is allowed, in words; or ""."""
         aligned = replace(other, **{name: getattr(self, name) for name in MAY_CHANGE})
         mine, theirs = self.to_json(), aligned.to_json()
         names = [name for name in mine if mine[name] != theirs[name]]

@@ -69,7 +69,7 @@ def open_shard(
     """Connect to a syncer, and ask for its settings.
 
     Raises:
-        ServerRefused: If the server is another one.
+        ServerRefused: If the server hosts asynchronous training, or has another protocol.
         ServerLost: If no server answers.
     """
     link = Link(address, name, [1], 0, timeout=timeout, keys=keys, key_name=key_name)

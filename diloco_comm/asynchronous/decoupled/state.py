@@ -98,7 +98,7 @@ class SyncerState(Host):
         self.merged: Counter[str] = Counter()
         self.seqs: dict[tuple[str, int], int] = {}
         self.with_news: set[bytes] = set()
-        # Inner steps at which a learner is called again, whose report was refused.
+        # By learner and fragment: the inner step at which a refused report is called for again.
         self._again: dict[tuple[str, int], int] = {}
         self._instances: dict[str, int] = {}
         self._shapes: dict[bytes, tuple[list[int], list[int], int]] = {}
@@ -289,7 +289,7 @@ class SyncerState(Host):
             if not self._take(message):
                 break
             begin = time.perf_counter()
-        # The disk takes no merge: what may be called is called all the same.
+        # While the disk takes no merge, fragments are called all the same.
         for message in self.model.syncer.messages(now, most_merges=0) if self._unsaved else ():
             self._take(message)
 
@@ -324,7 +324,7 @@ class SyncerState(Host):
         return True
 
     def _drop_old_readers(self, fragment: int) -> None:
-        """Keep few versions for slow readers."""
+        """Keep the newest ``MAX_OLDER`` of the versions that are read; other readers ask anew."""
         readers = [told.reading for told in self.told.values() if fragment in told.reading]
         versions = sorted({reading[fragment].version for reading in readers})
         for reading in readers:
@@ -352,8 +352,8 @@ class SyncerState(Host):
     def _is_published(self, model: ServedModel) -> bool:
         """Return whether the parameters are those of the published versions.
 
-        A merge waits for the disk, or an error has broken it off. A snapshot of its parameters
-        would have the version before, so its reports would count again.
+        If not, a merge waits for the disk, or an error has broken the merge off. A snapshot would
+        then hold merged parameters under the version before, and the reports would count again.
         """
         pairs = zip(model.published, model.syncer.fragments, strict=True)
         is_same = all(published.version == f.num_merges for published, f in pairs)
@@ -375,12 +375,12 @@ class SyncerState(Host):
 MAX_SHOWN = 64
 # Bytes of the message that are left for its envelope.
 _MARGIN = 256
-# A status is given out again for so many times the seconds that the making took, at most a second.
+# A status is given out again for 20 times as long as it took to make, and for a second at most.
 _KEPT_FOR, _MOST_KEPT_S = 20, 1.0
 
 
 class KeptStatus:
-    """The status for peers: many requests take at most a twentieth of the merging thread's time."""
+    """The status for peers; a kept one is given out again, so many requests take little time."""
 
     def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
         self._make = make

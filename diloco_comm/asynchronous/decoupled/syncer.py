@@ -300,7 +300,8 @@ class Syncer:
         self._called: list[dict[str, int]] = [{} for _ in self.fragments]
         self._gathered = [Gathered(each.pieces, each.layouts, each.impl) for each in self.fragments]
         self._unsent: list[Call | Commit] = []
-        # Ends of grace windows, each with its fragment; those that differ from the round's are old.
+        # Ends of grace windows, each with its fragment; one that is not the ``deadline`` of the
+        # fragment's round is out of date.
         self._windows: list[tuple[float, int]] = []
         # Fragments whose window is over, and fragments that may be called: heaps of numbers.
         self._over: list[int] = []
@@ -364,7 +365,7 @@ class Syncer:
             heappush(self._changed, index)
 
     def _change_all(self) -> None:
-        """Look at all fragments in the next ``advance``: other learners are waited for."""
+        """Look at all fragments in the next ``advance``: the learners to wait for have changed."""
         self._changed = list(range(len(self.rounds)))
         self._is_changed = set(self._changed)
 

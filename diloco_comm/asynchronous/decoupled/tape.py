@@ -82,7 +82,7 @@ def restore(
 
 
 def _begin_tape(keeper: Keeper, version: int, *, drops_tape: bool) -> None:
-    """Log where a tape ends, or begins later than the run."""
+    """Begin a tape if there is none; log that it lacks earlier merges, or will be removed."""
     if keeper.storage.has_first and drops_tape:
         logger.warning("the next snapshot removes the tape in %s (drop_tape)", keeper.folder)
     elif keeper.keeps_journals and not keeper.storage.has_first:
@@ -164,7 +164,7 @@ def check_format(header: dict[str, Any]) -> None:
 
 
 def digests(groups: Sequence[Sequence[Tensor]]) -> list[str]:
-    """Return ``ops.digest_of`` of each group of tensors, in hexadecimal digits, in one call."""
+    """Return ``digest_of`` for each group of tensors, in hexadecimal digits, in one call."""
     found = iter(each_digest([tensor for group in groups for tensor in group]))
     return [f"{chained(islice(found, len(group)), len(group)):016x}" for group in groups]
 

@@ -100,7 +100,7 @@ class ReportReceiver(Uploads):
         if payloads is None:
             return False
         self._note_seq(*key, offer.number)
-        # Another report in place of one that has not arrived is no sign of life.
+        # A report in place of an unfinished one is no sign of life: ``drop_stalled`` counts on.
         last_seen = None if begun is None else begun.last_seen
         self._begin(session, p, offer, layouts, payloads, model.first[p], last_seen)
         return True

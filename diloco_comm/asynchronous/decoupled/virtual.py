@@ -3,8 +3,8 @@
     run = DecoupledRun(syncer, learners, link=Link(latency_s=0.1))
     run.until(seconds=60.0)
 
-Speeds, the link and failures are parameters. A run depends on nothing but them, the models, the
-data and the seeds.
+Speeds, the link and failures are parameters. A run depends on nothing but these parameters, the
+models, the data and the seeds.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class VirtualLearner:
     is_up: bool = field(default=True, init=False)
     # Counts failures: what belongs to an earlier life is dropped.
     life: int = field(default=0, init=False)
-    # The syncer sends to those that joined; after a failure that is the end of the old connection.
+    # The syncer sends to connected learners. A failure ends the connection, until the next join.
     is_connected: bool = field(default=True, init=False)
     is_between_steps: bool = field(default=True, init=False)
     inbox: list[Call | Commit] = field(default_factory=list, init=False)
