@@ -52,7 +52,7 @@ def slowest_of_ranks(seconds: Sequence[float]) -> list[float]:
 
 
 # The root of the checkout, if this file lies in one.
-_ROOT = Path(__file__).resolve().parents[3]
+_ROOT = Path(__file__).resolve().parents[2]
 # The most characters in a line of a record, unless a value alone is longer.
 _LINE = 120
 

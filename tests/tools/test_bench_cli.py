@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -352,6 +353,19 @@ def test_a_candidate_must_beat_the_default(
 
 
 MACHINE = ("cpu", "cores", "memory_gib", "isa", "kernel", "tcp")
+
+
+def test_a_record_names_the_commit_and_the_script_of_the_checkout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    git = ["git", "-C", str(DOCS.parent), "rev-parse", "--short=12", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True)
+    if head.returncode:
+        pytest.skip("this is no checkout")
+    assert reports.commit().removesuffix("-dirty") == head.stdout.strip()
+    monkeypatch.setattr(sys, "argv", [str(DOCS.parent / "examples" / "ddp.py"), "--steps", "3"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert reports.command_line() == "python examples/ddp.py --steps 3"
 
 
 def test_links() -> None:
