@@ -57,7 +57,7 @@ class Driver(group.Driver):
         self._choice = NumberChoice(before) if chooses_number else None
         self._told: set[str] = set()
         # Number of the newest record that this process has seen, and the time of its first look.
-        self._newest, self._newest_since = NO_RECORD, 0.0
+        self._newest = NO_RECORD, 0.0
 
     def start(self) -> None:
         super().start()
@@ -87,15 +87,18 @@ class Driver(group.Driver):
 
     @property
     def awaits_beats(self) -> bool:
-        """Whether a living member has yet to beat that it has begun in the newest known record.
+        """Whether a living member has yet to beat that it has begun in the table's record.
 
         A member has begun when it has entered the record and holds the outer state: only from then
         on ``donors`` can name it. The wait ends ``suspect_after`` after this process has seen the
         record first: the member may itself wait for a state, which only a newcomer can bring.
         """
-        record = self.state.record or self.state.in_table
-        waited = time.monotonic() - self._newest_since
-        if record is None or waited > self.signs.suspect_after_s:
+        record = self.state.in_table
+        if record is None:
+            return False
+        # The driver's thread notes a record just after ``state`` has it.
+        number, since = self._newest
+        if number == record.number and time.monotonic() - since > self.signs.suspect_after_s:
             return False
         gone = self.state.life.suspected | self.state.life.dead
         places = [beat.place for key, beat in (self.beats or {}).items() if key in record.members]
@@ -109,8 +112,8 @@ class Driver(group.Driver):
     def _see(self, seen: Seen) -> None:
         super()._see(seen)
         record = self.state.in_table
-        if record is not None and record.number != self._newest:
-            self._newest, self._newest_since = record.number, time.monotonic()
+        if record is not None and record.number != self._newest[0]:
+            self._newest = record.number, time.monotonic()
         if self.state.stage is Stage.NEWCOMER:
             self._compare_keys()
 
